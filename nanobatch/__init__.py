@@ -1,0 +1,33 @@
+"""nanobatch: a small, complete inference engine that teaches dynamic (continuous) batching.
+
+Every public name can be had from here. They are loaded when first asked for, so that
+`from nanobatch import Scheduler` works, and works fast, where torch is not installed.
+"""
+
+import importlib
+
+_HOMES = {
+    "config": "EngineConfig ModelConfig",
+    "request": "SamplingParams Request RequestOutput RequestMetrics RequestStatus",
+    "block_allocator": "BlockAllocator OutOfBlocks",
+    "scheduler": "Scheduler SchedulerOutput ScheduledRequest",
+    "engine": "LLMEngine StepResult",
+    "batch": "Batch",
+    "attention": "paged_attention",
+    "model_runner": "ModelRunner",
+    "llm": "LLM",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = list(_HOME_OF)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'nanobatch' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"nanobatch.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,244 @@
+"""The pool of KV-cache blocks: who holds which, which are free, what is in them.
+
+    num_blocks 8, block_size 4            ref counts
+    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ][ 6 ][ 7 ]
+      2    1    1    0    0    -    -    -      r0 holds 0 1, r1 holds 0 2
+                     ^    ^    ^
+                     |    |    never used: handed out first, in order
+                     freed: still findable by content until handed out again
+
+The *prefix cache* finds a full block by what it holds. A block's key is its own tokens and
+the identity of the block contents before it:
+
+    key of block i = (chain of block i - 1, its tokens)     chain: a number for each key
+
+so equal tokens after different prefixes are different keys, and a key stands for every token
+from the start of the request. A Python dict compares keys and not only their hashes: two
+prefixes that collide cannot be taken for each other. Chain numbers are never used again, so
+a key whose parent was dropped can never be reached by other tokens.
+
+Always holds (invariants 1 to 6): free + in use = all; a ref count is the number of tables
+that hold the block; a failed call changes nothing; a key names a block with exactly those
+tokens after exactly that prefix and salt, all computed; least recently freed is reused first,
+a table's tail before its head.
+
+Every operation is O(1) a block, in a pool of a million too: the free list is an OrderedDict,
+and blocks that were never used are only a counter.
+
+Taught in notebooks/05_paged_kv_blocks.ipynb. Source: PagedAttention (Kwon et al., SOSP
+2023), section 4; automatic prefix caching in vLLM; the chain of parents is the path in
+SGLang's radix tree (Zheng et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from nanobatch.config import check_int
+
+
+class OutOfBlocks(Exception):  # noqa: N818 - a condition the scheduler handles, not an error
+    """Fewer blocks are free than were asked for. Nothing was changed."""
+
+
+class BlockAllocator:
+    """Hands out blocks by id, counts who holds them, finds them again by content.
+
+    Args:
+        num_blocks: blocks in the pool; ids are 0 .. num_blocks - 1.
+        block_size: tokens in a block.
+        enable_prefix_caching: without it, match_prefix finds nothing.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        check_int("num_blocks", num_blocks, 1)
+        check_int("block_size", block_size, 1)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+
+        self._ref_counts = [0] * num_blocks
+        self._num_touched = 0  # blocks from here on were never used
+        self._freed: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+
+        # The prefix cache. A block that repeats what a cached block holds has the same
+        # chain but no key: two requests may compute the same prompt side by side.
+        self._cached: dict[Hashable, int] = {}  # key -> block
+        self._keys: dict[int, Hashable] = {}  # block -> key: the inverse
+        self._chains: dict[int, int] = {}  # block -> chain, for full computed blocks
+        self._next_chain = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no table holds; cached ones among them count as free."""
+        return self.num_blocks - self._num_touched + len(self._freed)
+
+    def ref_count(self, block_id: int) -> int:
+        """How many block tables hold the block."""
+        check_int("block_id", block_id, 0, self.num_blocks - 1)
+        return self._ref_counts[block_id]
+
+    def allocate(self, n: int) -> list[int]:
+        """Take n free blocks, each with ref count 1 and nothing cached in it.
+
+        Raises:
+            OutOfBlocks: fewer than n are free; nothing was changed.
+        """
+        check_int("n", n, 0)
+        if n > self.num_free_blocks:
+            raise OutOfBlocks(f"{n} blocks asked for, {self.num_free_blocks} free")
+        return [self._take_free_block() for _ in range(n)]
+
+    def _take_free_block(self) -> int:
+        if self._num_touched < self.num_blocks:
+            block_id = self._num_touched
+            self._num_touched += 1
+        else:
+            block_id, _ = self._freed.popitem(last=False)
+            self._forget(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
+        """Drop what the prefix cache knows of a block, before it gets new contents."""
+        key = self._keys.pop(block_id, None)
+        if key is not None:
+            del self._cached[key]
+        self._chains.pop(block_id, None)
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give back one table, head first. What no other table holds becomes free.
+
+        The tail is freed first, so that of a cached prefix the end is evicted before the
+        start: a start without its end is still a prefix, an end without its start is not.
+
+        Raises:
+            ValueError: a block is not held by anyone, or named twice; nothing was changed.
+        """
+        self._check_distinct("free", block_ids)
+        for block_id in block_ids:
+            if self.ref_count(block_id) == 0:
+                raise ValueError(
+                    f"block {block_id} is free already; only held blocks can be freed"
+                )
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._freed[block_id] = None
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks that match_prefix found: one more table names them.
+
+        Raises:
+            ValueError: a block is neither held nor cached, or named twice; nothing changed.
+        """
+        self._check_distinct("acquire", block_ids)
+        for block_id in block_ids:
+            if self.ref_count(block_id) == 0 and block_id not in self._keys:
+                raise ValueError(
+                    f"block {block_id} is free and holds nothing cached; acquire takes held "
+                    "or cached blocks"
+                )
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._freed[block_id]
+            self._ref_counts[block_id] += 1
+
+    def _check_distinct(self, verb: str, block_ids: Sequence[int]) -> None:
+        if len(set(block_ids)) != len(block_ids):
+            raise ValueError(f"block_ids to {verb} name a block twice: {list(block_ids)}")
+
+    def match_prefix(self, token_ids: Sequence[int], salt: str | None = None) -> list[int]:
+        """Find the blocks that hold the longest cached prefix of token_ids, in order.
+
+        They may be free: `acquire` them before anything else is allocated. The last token is
+        never covered, since its logits have to be computed (invariant 5). A salt of None is
+        shared by all who name none; "" is a salt like any other.
+        """
+        block_ids: list[int] = []
+        if not self.enable_prefix_caching:
+            return block_ids
+        chain: Hashable = ("salt", salt)
+        for start in range(0, len(token_ids) - self.block_size, self.block_size):
+            block_id = self._cached.get(
+                (chain, tuple(token_ids[start : start + self.block_size]))
+            )
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+            chain = self._chains[block_id]
+        return block_ids
+
+    def cache_blocks(
+        self,
+        token_ids: Sequence[int],
+        block_table: Sequence[int],
+        num_computed: int,
+        salt: str | None = None,
+    ) -> None:
+        """Make the full blocks of a table findable, as far as they are computed.
+
+        Args:
+            token_ids: the request's tokens; the first num_computed are in the cache.
+            block_table: its blocks, in order, which it holds.
+            num_computed: tokens whose keys and values have been written by earlier steps.
+            salt: as in match_prefix.
+
+        Raises:
+            ValueError: num_computed is more than the tokens or the table's slots.
+        """
+        check_int("num_computed", num_computed, 0, len(token_ids))
+        num_full = num_computed // self.block_size
+        if num_full > len(block_table):
+            raise ValueError(
+                f"num_computed is {num_computed}; the table of {len(block_table)} blocks holds "
+                f"{len(block_table) * self.block_size}"
+            )
+        if not self.enable_prefix_caching:
+            return
+        # Blocks cached by an earlier call keep their chain: only the new ones are walked.
+        first_new = num_full
+        while first_new > 0 and block_table[first_new - 1] not in self._chains:
+            first_new -= 1
+        parent: Hashable = ("salt", salt)
+        if first_new > 0:
+            parent = self._chains[block_table[first_new - 1]]
+        for i in range(first_new, num_full):
+            tokens = tuple(token_ids[i * self.block_size : (i + 1) * self.block_size])
+            parent = self._cache_block(block_table[i], (parent, tokens))
+
+    def _cache_block(self, block_id: int, key: Hashable) -> int:
+        """Enter one block under its key, unless another has it; return the key's chain."""
+        holder = self._cached.get(key)
+        if holder is None:
+            self._cached[key] = block_id
+            self._keys[block_id] = key
+            self._chains[block_id] = self._next_chain
+            self._next_chain += 1
+        else:
+            self._chains[block_id] = self._chains[holder]
+        return self._chains[block_id]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError with what is wrong, if anything is. O(num_blocks)."""
+        touched, freed = self._num_touched, self._freed
+        for block_id, count in enumerate(self._ref_counts):
+            is_free = block_id >= touched or block_id in freed
+            assert count >= 0, f"block {block_id} has ref count {count}"
+            assert is_free == (count == 0), (
+                f"block {block_id} has ref count {count} and is {'' if is_free else 'not '}free"
+            )
+        in_use = sum(count > 0 for count in self._ref_counts)
+        assert in_use + self.num_free_blocks == self.num_blocks, (
+            f"{in_use} in use + {self.num_free_blocks} free != {self.num_blocks}"
+        )
+        inverse = {key: block_id for block_id, key in self._keys.items()}
+        assert self._cached == inverse, "keys and cached blocks do not match one to one"
+        for block_id, key in self._keys.items():
+            assert block_id < touched, f"block {block_id} is cached but was never used"
+            assert block_id in self._chains, f"block {block_id} is cached but has no chain"
+            assert len(key[1]) == self.block_size, f"block {block_id} is cached but not full"

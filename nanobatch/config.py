@@ -1,0 +1,249 @@
+"""What can be set: the engine's knobs and the shape of a model.
+
+Both are frozen dataclasses that check themselves when built, so that nothing further down
+has to ask again whether a number makes sense. `dataclasses.replace` checks anew.
+
+Always holds: every field is of its type and in its range, and the fields agree with each
+other. An error names the field, the value and what is allowed.
+
+Also here, because the whole package leans on them: `cdiv`, and the checks (`check_int`,
+`check_float`, `check_choice`) that `SamplingParams` uses too.
+
+Names follow vLLM's EngineArgs and Hugging Face's config.json.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+BATCHING = ("continuous",)
+POLICIES = ("fcfs",)
+ADMISSIONS = ("on_demand",)
+PREEMPTIONS = ("recompute",)
+ATTENTION_BACKENDS = ("auto", "torch")
+DEVICES = ("auto", "cpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division: how many pieces of size b hold a things."""
+    return -(-a // b)
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless value is an int (not a bool) with low <= value <= high."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} is {value!r}; it must be an int {allowed}")
+
+
+def check_float(
+    name: str, value: object, low: float, high: float = math.inf, open_low: bool = False
+) -> None:
+    """Raise ValueError unless value is a finite number with low <= value <= high.
+
+    open_low: low itself is not allowed. An int counts as a number, a bool does not.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    in_range = is_number and math.isfinite(value) and low <= value <= high
+    if not in_range or (open_low and value == low):
+        upper = "inf)" if high == math.inf else f"{high}]"
+        allowed = f"{'(' if open_low else '['}{low}, {upper}"
+        raise ValueError(f"{name} is {value!r}; it must be a finite number in {allowed}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless value is one of the choices."""
+    if value not in choices:
+        raise ValueError(
+            f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}"
+        )
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs. Units: blocks, tokens, requests, seconds.
+
+    Attributes:
+        block_size: tokens in a block of the KV cache.
+        num_blocks: blocks in the pool; None: as many as the memory allows (ModelRunner says
+            how many that is).
+        num_host_blocks: blocks of host memory to swap to.
+        max_num_seqs: most requests in `running` at once.
+        max_num_batched_tokens: the token budget of one step.
+        max_model_len: most tokens of a request, prompt and output; None: the model's own.
+        batching: "continuous": anyone may join at any step.
+        policy: "fcfs": first come, first served.
+        max_wait: seconds after which a waiting request comes first under any policy.
+        admission: "on_demand": enter on what is needed now; preempt when that was wrong.
+        enable_chunked_prefill: a prompt may be computed over several steps.
+        enable_prefix_caching: full blocks are found again by what is in them.
+        preemption: "recompute": a preempted request starts anew from its tokens.
+        attention_backend: "torch"; "auto" is the best there is on the device.
+        cuda_graphs: replay captured decode steps (CUDA only).
+        device: "cpu"; "auto" is the best there is.
+        dtype: of weights and cache; "auto" on a CPU is bfloat16 where the CPU multiplies it
+            in hardware (AVX-512 BF16 or AMX), else float32.
+        gpu_memory_utilization: share of a GPU's memory that may be used.
+        tensor_parallel_size: GPUs that share one model.
+        seed: of the random streams of requests that bring no seed.
+
+    Raises:
+        ValueError: a field is out of its range, or two fields contradict each other.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    num_host_blocks: int = 0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    batching: str = "continuous"
+    policy: str = "fcfs"
+    max_wait: float | None = None
+    admission: str = "on_demand"
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    preemption: str = "recompute"
+    attention_backend: str = "auto"
+    cuda_graphs: bool = True
+    device: str = "auto"
+    dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        check_int("block_size", self.block_size, 1)
+        if self.num_blocks is not None:
+            check_int("num_blocks", self.num_blocks, 1)
+        check_int("num_host_blocks", self.num_host_blocks, 0)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_model_len is not None:
+            check_int("max_model_len", self.max_model_len, 2)
+        if self.max_wait is not None:
+            check_float("max_wait", self.max_wait, 0.0)
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "cuda_graphs"):
+            check_bool(name, getattr(self, name))
+        check_choice("batching", self.batching, BATCHING)
+        check_choice("policy", self.policy, POLICIES)
+        check_choice("admission", self.admission, ADMISSIONS)
+        check_choice("preemption", self.preemption, PREEMPTIONS)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("device", self.device, DEVICES)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_float(
+            "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
+        )
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 1)
+        check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        self._check_together()
+
+    def _check_together(self):
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # Every running request gets at least one token in every step (invariant 9).
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be >= "
+                f"max_num_seqs, which is {self.max_num_seqs}"
+            )
+        longest_whole_prompt = self.max_model_len or 0
+        if (
+            not self.enable_chunked_prefill
+            and longest_whole_prompt > self.max_num_batched_tokens
+        ):
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked "
+                f"prefill it must be >= max_model_len, which is {self.max_model_len}"
+            )
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 stretches RoPE to longer contexts (its config.json: rope_type "llama3").
+
+    Wavelengths shorter than original_max_position_embeddings / high_freq_factor are kept,
+    those longer than original_max_position_embeddings / low_freq_factor are divided by
+    factor, and those in between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder of the Llama family: differences between models are data here.
+
+    Attributes (sizes in elements):
+        architecture: the class name in config.json, "LlamaForCausalLM" for one.
+        vocab_size, hidden_size, intermediate_size, num_layers: as in config.json.
+        num_heads, num_kv_heads: query heads H, key/value heads K; H is a multiple of K.
+        head_dim: D; not always hidden_size / num_heads.
+        max_position_embeddings: the longest context the model was made for, in tokens.
+        rms_norm_eps, rope_theta, rope_scaling: as in config.json.
+        qkv_bias, o_bias, mlp_bias: linear layers that add a bias.
+        qk_norm: RMSNorm over each head of q and k before RoPE (Qwen3).
+        sliding_window: keys that a query sees, itself included; None: all before it.
+        full_attention_layers: layers that ignore sliding_window.
+        tie_word_embeddings: lm_head shares the embedding's weights.
+        eos_token_ids: ids that end a text.
+
+    Raises:
+        ValueError: a size is out of range, or H is not a multiple of K.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    full_attention_layers: frozenset[int] = field(default_factory=frozenset)
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        sizes = (
+            "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads "
+            "head_dim max_position_embeddings"
+        )
+        for name in sizes.split():
+            check_int(name, getattr(self, name), 1, 2**31 - 1)
+        check_float("rms_norm_eps", self.rms_norm_eps, 0.0)
+        check_float("rope_theta", self.rope_theta, 0.0, open_low=True)
+        heads_left_over = self.num_heads % self.num_kv_heads
+        if heads_left_over:
+            raise ValueError(
+                f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, "
+                f"which is {self.num_kv_heads}"
+            )
+        if self.head_dim % 2 == 1:
+            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number")
+        if self.sliding_window is not None:
+            check_int("sliding_window", self.sliding_window, 1)
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer in keys, or None where it sees everything."""
+        return None if layer in self.full_attention_layers else self.sliding_window

@@ -1,0 +1,299 @@
+"""What a user asks for, what the engine knows of it, and what comes back.
+
+    SamplingParams   how to choose tokens and when to stop; checked when built
+    Request          one sequence on its way through the engine
+    RequestMetrics   its times and counts
+    RequestOutput    what step() hands out
+
+One idea carries the engine: a request has tokens (prompt + output) and a count of those
+whose keys and values are in the cache. Whatever lies between the two is work to do:
+
+    token_ids             [ p0 p1 p2 p3 p4 | o0 o1 ]      num_tokens          = 7
+    num_computed_tokens     ^  ^  ^  ^  ^    ^            num_computed_tokens = 6
+    to compute                                  ^         1 left: a "decode"
+
+Always holds: token_ids is prompt_token_ids + output_token_ids; num_computed_tokens never
+exceeds num_tokens; between steps block_table has room for exactly the computed tokens
+(rounded up to blocks).
+
+Taught in notebooks/03_iteration_level_scheduling.ipynb. Source: Orca (Yu et al., OSDI 2022);
+the names are vLLM's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanobatch.config import check_bool, check_float, check_int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it stops.
+
+    Attributes:
+        temperature: 0 is greedy; else logits are divided by it.
+        top_k: keep the k likeliest tokens; 0, -1 or more than the vocabulary: off.
+        top_p: keep the likeliest tokens that together reach this probability; 1: off.
+        min_p: drop tokens below min_p times the likeliest one's probability; 0: off.
+        seed: of this request's own random stream; None: from the engine's seed and the
+            order of arrival.
+        max_tokens: most tokens to generate.
+        min_tokens: the first min_tokens tokens end nothing: stop ids cannot be sampled
+            and stop strings do not count.
+        stop: strings that end the text; it is cut where the string begins. A single string
+            is one stop.
+        stop_token_ids: tokens that end the request, also under ignore_eos.
+        ignore_eos: go on after the end-of-text token.
+        logprobs: None: none; k: for each token the k best log-probabilities and its own.
+        presence_penalty: subtracted once for a token that the output has.
+        frequency_penalty: subtracted for each time that the output has the token.
+        repetition_penalty: divides (if positive, else multiplies) the logits of tokens that
+            prompt or output have; 1: off.
+        n: how many independent outputs; child i's seed is seed + i.
+
+    Raises:
+        ValueError: a field is of the wrong type or out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 64
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+
+    def __post_init__(self):
+        check_float("temperature", self.temperature, 0.0)
+        check_int("top_k", self.top_k, -1)
+        check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_bool("ignore_eos", self.ignore_eos)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        check_int("n", self.n, 1)
+        self._freeze_stops()
+
+    def _freeze_stops(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        is_list_of_str = isinstance(stop, (list, tuple)) and all(
+            isinstance(s, str) and s for s in stop
+        )
+        if not is_list_of_str:
+            raise ValueError(f"stop is {self.stop!r}; it must be non-empty strings")
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise ValueError(
+                f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of ints >= 0"
+            )
+        for token_id in self.stop_token_ids:
+            check_int("stop_token_ids", token_id, 0)
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is: in `waiting`, in `running`, on the host, or gone."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass
+class RequestMetrics:
+    """Times (seconds on the engine's clock) and counts of one request.
+
+    A time is None until it has come. The properties are None until their times have.
+    """
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when it was admitted
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """From arrival until the first step that computed any of its tokens."""
+        return _span(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from arrival."""
+        return _span(self.arrival_time, self.first_token_time)
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first; None with fewer than two tokens."""
+        decode_time = _span(self.first_token_time, self.finish_time)
+        if decode_time is None or self.num_output_tokens < 2:
+            return None
+        return decode_time / (self.num_output_tokens - 1)
+
+    @property
+    def latency(self) -> float | None:
+        """End to end: from arrival to the last token."""
+        return _span(self.arrival_time, self.finish_time)
+
+
+def _span(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+class Request:
+    """One sequence on its way through the engine.
+
+    Args:
+        request_id: unique among the live requests.
+        prompt_token_ids: the prompt, at least one token.
+        params: how to sample and when to stop.
+        arrival_time: seconds on the engine's clock.
+        priority: lower is served first under policy "priority".
+        cache_salt: only requests of equal salt share cached blocks. None is a salt of its
+            own, shared by all that name none; "" is a salt like any other.
+        eos_token_ids: tokens that end the text unless params.ignore_eos.
+
+    Raises:
+        ValueError: the id, the prompt, a token, the priority or the salt is not of its type.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ):
+        params = SamplingParams() if params is None else params
+        _check_request(request_id, prompt_token_ids, params, arrival_time, priority, cache_salt)
+        self.request_id = request_id
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.params = params
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.eos_token_ids = tuple(eos_token_ids)
+        eos = () if params.ignore_eos else self.eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids + eos)  # all that end it
+
+        self.output_token_ids: list[int] = []
+        self.token_ids: list[int] = list(prompt_token_ids)  # prompt + output, kept joined
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.host_block_table: list[int] = []
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        self.metrics = RequestMetrics(arrival_time, num_prompt_tokens=len(prompt_token_ids))
+
+        self.max_tokens = params.max_tokens  # cut by the scheduler to what can fit
+        self.seed = params.seed  # set by the engine where params bring none
+        self.leader: Request | None = None  # the first of n siblings, whose prompt it shares
+        self.arrival_order = 0  # set by the scheduler; breaks ties of arrival_time
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """The work there is: tokens whose keys and values are not in the cache."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had when the request was first admitted."""
+        return self.metrics.num_cached_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens it can ever have: prompt + max_tokens."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def append_token(self, token_id: int) -> str | None:
+        """Record one sampled token; return why the request ends with it, or None.
+
+        A stop token is recorded, and "stop" wins over "length".
+        """
+        self.output_token_ids.append(token_id)
+        self.token_ids.append(token_id)
+        num_output = len(self.output_token_ids)
+        self.metrics.num_output_tokens = num_output
+        may_stop = num_output > self.params.min_tokens
+        if may_stop and token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if num_output >= self.max_tokens else None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+        )
+
+
+def _check_request(request_id, prompt_token_ids, params, arrival_time, priority, cache_salt):
+    if not isinstance(request_id, str) or not request_id:
+        raise ValueError(f"request_id is {request_id!r}; it must be a non-empty string")
+    if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Sequence):
+        raise ValueError(f"prompt_token_ids is {prompt_token_ids!r}; it must be a list of ints")
+    if len(prompt_token_ids) == 0:
+        raise ValueError(f"the prompt of request {request_id!r} is empty; it needs >= 1 token")
+    bad = next((t for t in prompt_token_ids if type(t) is not int or t < 0), None)
+    if bad is not None:
+        raise ValueError(f"prompt_token_ids has {bad!r}; each must be an int >= 0")
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params is {params!r}; it must be SamplingParams")
+    check_float("arrival_time", arrival_time, float("-inf"))
+    check_float("priority", priority, float("-inf"))
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise ValueError(f"cache_salt is {cache_salt!r}; it must be a string or None")
+
+
+@dataclass
+class RequestOutput:
+    """What a request has produced so far.
+
+    text and token_ids are cumulative; delta is the text since the last output; logprobs is
+    one {token_id: log-probability} for each output token, or None if none were asked for.
+    finish_reason is "stop", "length", "abort", "error" or None; error says what went wrong.
+    """
+
+    request_id: str
+    text: str
+    delta: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
