@@ -167,21 +167,6 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How Llama 3.1 stretches RoPE to longer contexts (its config.json: rope_type "llama3").
-
-    Wavelengths shorter than original_max_position_embeddings / high_freq_factor are kept,
-    those longer than original_max_position_embeddings / low_freq_factor are divided by
-    factor, and those in between are blended.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder of the Llama family: differences between models are data here.
 
@@ -191,7 +176,9 @@ class ModelConfig:
         num_heads, num_kv_heads: query heads H, key/value heads K; H is a multiple of K.
         head_dim: D; not always hidden_size / num_heads.
         max_position_embeddings: the longest context the model was made for, in tokens.
-        rms_norm_eps, rope_theta, rope_scaling: as in config.json.
+        rms_norm_eps, rope_theta: as in config.json.
+        rope_divisors: what each of the head_dim / 2 RoPE frequencies is divided by to
+            stretch the context (Llama 3.1); None: nothing.
         qkv_bias, o_bias, mlp_bias: linear layers that add a bias.
         qk_norm: RMSNorm over each head of q and k before RoPE (Qwen3).
         sliding_window: keys that a query sees, itself included; None: all before it.
@@ -214,7 +201,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_divisors: tuple[float, ...] | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -241,6 +228,11 @@ class ModelConfig:
             )
         if self.head_dim % 2 == 1:
             raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number")
+        if self.rope_divisors is not None and len(self.rope_divisors) != self.head_dim // 2:
+            raise ValueError(
+                f"rope_divisors has {len(self.rope_divisors)} entries; it must have "
+                f"head_dim / 2 = {self.head_dim // 2}"
+            )
         if self.sliding_window is not None:
             check_int("sliding_window", self.sliding_window, 1)
 

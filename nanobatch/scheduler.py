@@ -113,7 +113,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come and go
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if the request may not be added: its id is live, or it is too long."""
+        """Raise ValueError if the request may not be added: a live id, or too long."""
         if request.request_id in self._live:
             raise ValueError(f"request_id {request.request_id!r} is in use by a live request")
         if request.status is not RequestStatus.WAITING or request.output_token_ids:

