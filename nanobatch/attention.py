@@ -110,13 +110,13 @@ def paged_attention(
     _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD)
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend is {backend!r}; it must be one of 'auto', 'torch'")
-    P = k_cache_NKPD.shape[2]
-    key = ("groups", P, sliding_window)
+    _, K, P, _ = k_cache_NKPD.shape
+    key = ("groups", K, P, sliding_window)
     if key not in batch.derived:  # the same for every layer: made once a step
-        batch.derived[key] = list(_make_groups(batch, P, sliding_window))
+        batch.derived[key] = list(_make_groups(batch, K, P, sliding_window))
     out_THD = torch.zeros_like(q_THD)
     for group in batch.derived[key]:
-        q_SHTD = q_THD[group.tokens].unflatten(0, (group.num_seqs, -1)).transpose(1, 2)
+        q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
         k_SKLD, v_SKLD = (group.gather(cache) for cache in (k_cache_NKPD, v_cache_NKPD))
         out_SHTD = masked_attention(
             q_SHTD,
@@ -151,39 +151,37 @@ def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> 
 
 @dataclass
 class _Group:
-    """Sequences that are attended together: the same number of queries each.
+    """Sequences that are attended together: S of them, with T queries each.
 
-    tokens: their rows of the packed tokens, a slice or int64 [num_seqs * T].
-    blocks_SB: int64, the blocks to gather; padding is any valid id.
-    num_keys: L, gathered positions that are used.
-    mask: bool [num_seqs, 1, T, L]; None: plain causal with T == L.
-    first_tail, is_tail_SL: from position first_tail on, some sequence has ended;
-        bool [num_seqs, L - first_tail] says which positions to zero.
+    tokens: their rows of the packed tokens, a slice or int64 [S * T].
+    shape: (S, K, B) of the gathered blocks.
+    rows: int64 [S * K * B], which (block, head) pairs of the cache to gather.
+    num_keys: L, gathered positions that are used; at most B * P.
+    mask: bool [S, 1, T, L]; None: plain causal with T == L.
+    tail: int64, rows of [S * K * B * P, D] past their sequence's end, to be zeroed.
     """
 
     tokens: slice | Tensor
-    num_seqs: int
-    blocks_SB: Tensor
+    shape: tuple[int, int, int]
+    rows: Tensor
     num_keys: int
     mask: Tensor | None
-    first_tail: int
-    is_tail_SL: Tensor
+    tail: Tensor
 
     def gather(self, cache_NKPD: Tensor) -> Tensor:
-        """[num_seqs, K, L, D]: the cached keys (or values) in order of position."""
-        _, K, P, D = cache_NKPD.shape
-        head_K1 = torch.arange(K, device=cache_NKPD.device).unsqueeze(1)
-        row_SKB = self.blocks_SB.unsqueeze(1) * K + head_K1
-        rows = cache_NKPD.view(-1, P * D).index_select(0, row_SKB.flatten())
-        x_SKLD = rows.view(self.num_seqs, K, -1, D)[:, :, : self.num_keys]
-        if self.first_tail < self.num_keys:
-            tail = x_SKLD[:, :, self.first_tail :]
-            tail.masked_fill_(self.is_tail_SL[:, None, :, None], 0)
-        return x_SKLD
+        """[S, K, L, D]: the cached keys (or values) in order of position."""
+        S, K, B = self.shape
+        P, D = cache_NKPD.shape[2:]
+        x = cache_NKPD.view(-1, P * D).index_select(0, self.rows)
+        x.view(-1, D).index_fill_(0, self.tail, 0)
+        return x.view(S, K, B * P, D)[:, :, : self.num_keys]
 
 
-def _make_groups(batch: Batch, block_size: int, window: int | None) -> Iterator[_Group]:
+def _make_groups(
+    batch: Batch, num_kv_heads: int, block_size: int, window: int | None
+) -> Iterator[_Group]:
     """Single-query sequences in groups of like length, then each longer one alone."""
+    how = (num_kv_heads, block_size, window)
     starts = batch.query_start_loc.tolist()
     query_lens_S = batch.query_start_loc.diff()
     first_block_S = _first_visible_block(batch.seq_lens_S, query_lens_S, block_size, window)
@@ -196,11 +194,11 @@ def _make_groups(batch: Batch, block_size: int, window: int | None) -> Iterator[
         while decodes and (len(rows) + 1) * num_blocks[rows[0]] <= MAX_GROUP_BLOCKS:
             rows.append(decodes.pop())
         tokens = batch.query_start_loc[rows].long()
-        yield _make_group(batch, rows, tokens, block_size, window)
+        yield _make_group(batch, rows, tokens, *how)
     for row, query_len in enumerate(query_lens):
         if query_len > 1:
             tokens = slice(starts[row], starts[row + 1])
-            yield _make_group(batch, [row], tokens, block_size, window)
+            yield _make_group(batch, [row], tokens, *how)
 
 
 def _first_visible_block(
@@ -213,28 +211,39 @@ def _first_visible_block(
 
 
 def _make_group(
-    batch: Batch, rows: list[int], tokens: slice | Tensor, block_size: int, window: int | None
+    batch: Batch,
+    rows: list[int],
+    tokens: slice | Tensor,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
 ) -> _Group:
+    K, P = num_kv_heads, block_size
     seq_len_S1 = batch.seq_lens_S[rows].long().unsqueeze(1)
     query_len_S1 = batch.query_start_loc.diff()[rows].unsqueeze(1)
     query_len = int(query_len_S1[0])
-    first_block_S1 = _first_visible_block(seq_len_S1, query_len_S1, block_size, window)
-    last_pos_S1 = seq_len_S1 - first_block_S1 * block_size  # counted from the first gathered
-    num_keys, first_tail = int(last_pos_S1.max()), int(last_pos_S1.min())
-    pos_L = torch.arange(num_keys, device=seq_len_S1.device)
+    first_block_S1 = _first_visible_block(seq_len_S1, query_len_S1, P, window)
+    len_S1 = seq_len_S1 - first_block_S1 * P  # counted from the first gathered position
+    num_keys = int(len_S1.max())
+    num_blocks = cdiv(num_keys, P)
+    device = len_S1.device
+    pos_L = torch.arange(num_blocks * P, device=device)
 
     # Past a row's own table any block will do: what is gathered there is zeroed.
-    index_SB = first_block_S1 + pos_L[: cdiv(num_keys, block_size)]
+    index_SB = first_block_S1 + pos_L[:num_blocks]
     index_SB = index_SB.clamp(max=batch.block_tables_SB.shape[1] - 1)
     blocks_SB = batch.block_tables_SB[rows].long().gather(1, index_SB)
+    head_K1 = torch.arange(K, device=device).unsqueeze(1)
+    cache_rows = (blocks_SB.unsqueeze(1) * K + head_K1).flatten()
+    is_tail_SKL = (pos_L >= len_S1).unsqueeze(1).expand(-1, K, -1)
+    tail = is_tail_SKL.flatten().nonzero().flatten()
 
     mask = None
     is_plain_causal = len(rows) == 1 and query_len == num_keys and window is None
     if not is_plain_causal:
-        query_pos_ST = last_pos_S1 - query_len + torch.arange(query_len, device=pos_L.device)
-        mask = visible(query_pos_ST.unsqueeze(2), pos_L, window).unsqueeze(1)
-    is_tail_SL = pos_L[first_tail:] >= last_pos_S1
-    return _Group(tokens, len(rows), blocks_SB, num_keys, mask, first_tail, is_tail_SL)
+        query_pos_ST = len_S1 - query_len + torch.arange(query_len, device=device)
+        mask = visible(query_pos_ST.unsqueeze(2), pos_L[:num_keys], window).unsqueeze(1)
+    return _Group(tokens, (len(rows), K, num_blocks), cache_rows, num_keys, mask, tail)
 
 
 @dataclass

@@ -35,17 +35,25 @@ def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     ).to(x_THD.dtype)
 
 
-def write_to_cache(x_TKD: Tensor, cache_NKPD: Tensor, slot_mapping_T: Tensor) -> None:
-    """Put each token's heads into its slot of the cache. Slot -1 writes nothing."""
-    _, K, P, D = cache_NKPD.shape
+def write_to_cache(
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache_NKPD: Tensor,
+    v_cache_NKPD: Tensor,
+    slot_mapping_T: Tensor,
+) -> None:
+    """Put each token's keys and values into its slot of the caches. Slot -1 writes nothing."""
+    _, K, P, D = k_cache_NKPD.shape
     is_real_T = slot_mapping_T >= 0
     if not is_real_T.all():  # -1 // P would be the last block: an easy slip
-        x_TKD, slot_mapping_T = x_TKD[is_real_T], slot_mapping_T[is_real_T]
+        slot_mapping_T = slot_mapping_T[is_real_T]
+        k_TKD, v_TKD = k_TKD[is_real_T], v_TKD[is_real_T]
     block_T, offset_T = slot_mapping_T // P, slot_mapping_T % P
     # Rows of D elements: head k of block n has its P slots in a run, at (n * K + k) * P.
     row_TK = (block_T.unsqueeze(1) * K + torch.arange(K, device=block_T.device)) * P
-    row_TK += offset_T.unsqueeze(1)
-    cache_NKPD.view(-1, D).index_copy_(0, row_TK.flatten(), x_TKD.reshape(-1, D))
+    rows = (row_TK + offset_T.unsqueeze(1)).flatten()
+    k_cache_NKPD.view(-1, D).index_copy_(0, rows, k_TKD.reshape(-1, D))
+    v_cache_NKPD.view(-1, D).index_copy_(0, rows, v_TKD.reshape(-1, D))
 
 
 def rope_and_write(
@@ -59,8 +67,8 @@ def rope_and_write(
     slot_mapping_T: Tensor,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots; return the queries."""
-    write_to_cache(apply_rope(k_TKD, cos_TR, sin_TR), k_cache_NKPD, slot_mapping_T)
-    write_to_cache(v_TKD, v_cache_NKPD, slot_mapping_T)
+    k_TKD = apply_rope(k_TKD, cos_TR, sin_TR)
+    write_to_cache(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slot_mapping_T)
     return apply_rope(q_THD, cos_TR, sin_TR)
 
 
