@@ -33,36 +33,6 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-_LLAMA = {"architecture": "LlamaForCausalLM"}
-# fmt: off
-DUMMIES = {
-    "tiny": ModelConfig(
-        **_LLAMA, vocab_size=258, hidden_size=192, intermediate_size=256, num_layers=4,
-        num_heads=6, num_kv_heads=2, head_dim=32, max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    ),
-    "smollm2-135m": ModelConfig(
-        **_LLAMA, vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30,
-        num_heads=9, num_kv_heads=3, head_dim=64, max_position_embeddings=8192,
-        rope_theta=100000.0, tie_word_embeddings=True,
-    ),
-    "llama-2-7b": ModelConfig(
-        **_LLAMA, vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_layers=32,
-        num_heads=32, num_kv_heads=32, head_dim=128, max_position_embeddings=4096,
-    ),
-    "llama-3.1-8b": ModelConfig(
-        **_LLAMA, vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
-        num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=131072,
-        rope_theta=500000.0,
-    ),
-    "qwen3-0.6b": ModelConfig(
-        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024,
-        intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
-        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, qk_norm=True,
-        tie_word_embeddings=True,
-    ),
-}
-# fmt: on
 
 
 class Checkpoint(Protocol):
@@ -90,6 +60,7 @@ class Dummy:
         self._generator = torch.Generator().manual_seed(seed)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Ones for a norm; else normal with variance 1 / inputs."""
         if name.endswith("norm.weight"):
             return torch.ones(shape)
         return torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
@@ -129,6 +100,7 @@ class HFDirectory:
         return self._open_files[file]
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of that name, from whichever file has it."""
         from safetensors import SafetensorError
 
         file = self._file_of.get(name)
@@ -324,6 +296,7 @@ class GgufFile:
             raise ValueError(f"{self._file}: {error}") from error
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of that (Hugging Face) name, dequantized to float32."""
         from gguf.quants import dequantize
 
         stem, _, kind = name.rpartition(".")

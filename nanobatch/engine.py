@@ -130,14 +130,7 @@ class LLMEngine:
             ValueError: the prompt is empty, too long, or not in the vocabulary; text without
                 a tokenizer; the id is live. Nothing was enqueued.
         """
-        requests = self.prepare(
-            prompt,
-            params,
-            request_id=request_id,
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        requests = self.prepare(prompt, params, request_id, arrival_time, priority, cache_salt)
         self.submit(requests)
         family = self._progress[requests[0].request_id].family
         return requests[0].request_id if family is None else family
@@ -146,7 +139,6 @@ class LLMEngine:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -161,6 +153,7 @@ class LLMEngine:
                 f"stop is {params.stop!r}; stop strings need a model with a tokenizer"
             )
         token_ids = self._encode(prompt)
+        arrival_time = self.clock.now() if arrival_time is None else arrival_time
         request_id = self._new_id() if request_id is None else request_id
         if request_id in self._families:
             raise ValueError(f"request_id {request_id!r} is in use by a live request")
@@ -174,7 +167,7 @@ class LLMEngine:
                 child_id,
                 token_ids,
                 params,
-                arrival_time=self.clock.now() if arrival_time is None else arrival_time,
+                arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
                 eos_token_ids=eos,
@@ -204,10 +197,9 @@ class LLMEngine:
                 )
             self._num_arrived += 1
             self.scheduler.add(request)
+            logprobs = None if request.params.logprobs is None else []
             self._progress[request.request_id] = _Progress(
-                self._new_detokenizer(request),
-                None if request.params.logprobs is None else [],
-                family,
+                self._new_detokenizer(request), logprobs, family
             )
 
     def _new_id(self) -> str:

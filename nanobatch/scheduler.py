@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, cdiv
-from nanobatch.policy import Policy, arrival, make_policy
+from nanobatch.policy import Policy, admits_on_demand, arrival, make_policy
 from nanobatch.request import Request, RequestStatus
 
 
@@ -93,11 +93,8 @@ class Scheduler:
     def __init__(
         self, config: EngineConfig, allocator: BlockAllocator, policy: Policy | None = None
     ):
-        same_pool = (allocator.num_blocks, allocator.block_size) == (
-            config.num_blocks,
-            config.block_size,
-        )
-        if not same_pool:
+        pool = (allocator.num_blocks, allocator.block_size)
+        if pool != (config.num_blocks, config.block_size):
             raise ValueError(
                 f"the allocator has {allocator.num_blocks} blocks of {allocator.block_size}; "
                 f"config.num_blocks is {config.num_blocks}, block_size {config.block_size}"
@@ -246,17 +243,18 @@ class Scheduler:
             num_cached = len(cached) * config.block_size
             num_left = request.num_tokens - num_cached
             num_tokens = min(num_left, budget)
-            whole_or_chunk_allowed = num_tokens == num_left or config.enable_chunked_prefill
-            if not whole_or_chunk_allowed or not self._fits(request, cached, tokens):
+            is_forbidden_chunk = num_tokens < num_left and not config.enable_chunked_prefill
+            if is_forbidden_chunk or not admits_on_demand(
+                request, cached, tokens, self.allocator
+            ):
                 return
             self.allocator.acquire(cached)
             request.block_table = cached
             request.num_computed_tokens = num_cached
             if request.metrics.num_preemptions == 0:
                 request.metrics.num_cached_tokens = num_cached
-            request.block_table += self.allocator.allocate(
-                self._num_new_blocks(request, num_tokens)
-            )
+            num_blocks = self._num_new_blocks(request, num_tokens)
+            request.block_table += self.allocator.allocate(num_blocks)
             request.status = RequestStatus.RUNNING
             self.waiting.remove(request)
             self.running.append(request)
@@ -272,25 +270,6 @@ class Scheduler:
         num_shared = (len(leader.prompt_token_ids) - 1) // block_size * block_size
         is_running = leader.status is RequestStatus.RUNNING
         return is_running and leader.num_computed_tokens < num_shared
-
-    def _fits(
-        self, request: Request, cached: Sequence[int], tokens: dict[Request, int]
-    ) -> bool:
-        """Admission "on_demand": is there room for all that the request's known tokens need?
-
-        Looks one step ahead: blocks that running requests will want in the next step, and
-        this request's own, must be there too. Else somebody would be preempted at once.
-        """
-        num_taken_by_hit = sum(self.allocator.ref_count(block) == 0 for block in cached)
-        num_needed = self._num_blocks_next_step(request) - len(cached) + num_taken_by_hit
-        for other in tokens:
-            num_needed += self._num_blocks_next_step(other) - len(other.block_table)
-        return num_needed <= self.allocator.num_free_blocks
-
-    def _num_blocks_next_step(self, request: Request) -> int:
-        """Blocks that all known tokens and one more fill; its very last is never computed."""
-        num_tokens = min(request.num_tokens + 1, request.max_total_tokens - 1)
-        return cdiv(num_tokens, self.config.block_size)
 
     def update(
         self, plan: SchedulerOutput, token_ids: Mapping[str, Sequence[int]], now: float
@@ -330,11 +309,9 @@ class Scheduler:
         num_full_before = request.num_computed_tokens // block_size
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens // block_size > num_full_before:
+            num_computed, salt = request.num_computed_tokens, request.cache_salt
             self.allocator.cache_blocks(
-                request.token_ids,
-                request.block_table,
-                request.num_computed_tokens,
-                request.cache_salt,
+                request.token_ids, request.block_table, num_computed, salt
             )
 
     def _append(self, request: Request, sampled: Sequence[int]) -> str | None:

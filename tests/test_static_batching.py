@@ -1,0 +1,151 @@
+"""The static baseline and bench.py: the same tokens as everyone, and honest counts.
+
+The oracle is the engine, which other tests hold against transformers.
+"""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import bench
+import pytest
+import torch
+
+from nanobatch import LLM, RequestMetrics, SamplingParams, viz
+from nanobatch.loader import load
+from nanobatch.metrics import percentile, summarize
+from nanobatch.static_batching import run_static_batch
+from nanobatch.workload import lognormal_length, random_requests
+
+BENCH = Path(bench.__file__)
+
+
+@pytest.fixture(scope="module")
+def items():
+    return random_requests(7, 12, 10, prefix_len=20, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("tiny", torch.float32).model
+
+
+def test_static_batch_gives_the_engine_s_tokens(model, items):
+    prompts = [i.prompt_token_ids for i in items]
+    max_tokens = [i.num_output_tokens for i in items]
+    outputs = [[] for _ in items]
+    num_steps = 0
+    for emitted in run_static_batch(model, prompts, max_tokens):
+        num_steps += 1
+        for row, token_id in emitted.items():
+            outputs[row].append(token_id)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in max_tokens]
+    expected = LLM("tiny", dtype="float32").generate(prompts, params, progress=False)
+    assert outputs == [o.token_ids for o in expected]
+    assert num_steps == max(max_tokens), "the batch runs until its longest request has finished"
+
+
+def test_static_rows_end_at_a_stop_token(model, items):
+    prompt = items[0].prompt_token_ids
+    free = [emitted[0] for emitted in run_static_batch(model, [prompt], [8])]
+    stop = free[3]
+    stopped = [emitted[0] for emitted in run_static_batch(model, [prompt], [8], {stop})]
+    assert stopped == free[: free.index(stop) + 1]
+
+
+def test_bench_writes_what_it_prints(tmp_path, capsys):
+    report = bench.main(
+        ["--num-prompts", "5", "--input-len", "8", "--output-len", "6", "--max-num-seqs", "3"]
+        + ["--repeat", "1", "--prefix-len", "20"]
+        + ["--save-json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    )
+    names = ["sequential", "static", "continuous", "+ chunked prefill", "+ prefix cache"]
+    assert list(report["systems"]) == names
+    assert json.loads((tmp_path / "b.json").read_text())["systems"] == report["systems"]
+    printed = capsys.readouterr().out
+    for name, summary in report["systems"].items():
+        assert summary["completed"] == 5
+        assert 0 < summary["slot_utilization"] <= 1
+        assert f"{summary['request_throughput']:.2f}" in printed, name
+    for picture in ("b.png", "b_timeline.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
+
+
+def test_bench_refuses_to_compare_systems_that_disagree(items):
+    run = bench.Run([[1, 2], [3]], [], 1.0)
+    bench.check_same_tokens({"a": run, "b": bench.Run([[1, 2], [3]], [], 1.0)})
+    for wrong in ([[1, 2], [4]], [[1], [3]], [[1, 2], [3, 4]]):
+        with pytest.raises(SystemExit, match="request"):
+            bench.check_same_tokens({"a": run, "b": bench.Run(wrong, [], 1.0)})
+
+
+def test_bench_names_a_bad_flag():
+    done = subprocess.run(
+        [sys.executable, BENCH, "--num-prompts", "0"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "--num-prompts is 0; it must be >= 1" in done.stderr
+
+
+def test_summary_counts_by_hand():
+    metrics = [
+        RequestMetrics(0.0, 0.5, 1.0, 3.0, num_prompt_tokens=4, num_output_tokens=5),
+        RequestMetrics(1.0, 1.0, 2.0, 2.0, num_prompt_tokens=6, num_output_tokens=1),
+    ]
+    s = summarize(metrics, duration=4.0)
+    assert (s["request_throughput"], s["output_throughput"]) == (0.5, 1.5)
+    assert (s["total_input_tokens"], s["total_token_throughput"]) == (10, 4.0)
+    assert s["mean_ttft_ms"] == 1000.0  # 1 s each
+    assert s["median_tpot_ms"] == 500.0  # (3 - 1) / 4; one token has no TPOT
+    assert s["mean_e2el_ms"] == 2000.0  # 3 s and 1 s
+    assert metrics[0].queue_time == 0.5
+
+
+def test_percentile_is_numpy_s():
+    import numpy as np
+
+    rng = random.Random(0)
+    for n in (1, 2, 3, 10, 101):
+        values = [rng.random() for _ in range(n)]
+        for p in (0, 1, 50, 90, 99, 100):
+            assert percentile(values, p) == pytest.approx(np.percentile(values, p))
+    assert percentile([], 50) == 0.0
+
+
+def test_workload_repeats_and_keeps_its_promises():
+    a = random_requests(200, 32, 48, prefix_len=16, seed=1)
+    assert a == random_requests(200, 32, 48, prefix_len=16, seed=1)
+    assert a != random_requests(200, 32, 48, prefix_len=16, seed=2)
+    assert len({tuple(i.prompt_token_ids[:16]) for i in a}) == 1, "one shared prefix"
+    assert all(16 < len(i.prompt_token_ids) <= 16 + 4 * 32 for i in a)
+    assert all(1 <= i.num_output_tokens <= 4 * 48 for i in a)
+
+
+def test_lognormal_length_has_the_mean_it_is_given():
+    rng = random.Random(0)
+    lengths = [lognormal_length(rng, 100, 0.5, 1, 10**6) for _ in range(20_000)]
+    assert sum(lengths) / len(lengths) == pytest.approx(100, rel=0.02)
+    assert lognormal_length(rng, 100, 0.0, 1, 1000) == 100
+    assert lognormal_length(rng, 100, 0.0, 1, 64) == 64
+
+
+def test_slots_are_assigned_without_overlap():
+    rng = random.Random(0)
+    metrics, free_at = [], [0.0] * 4  # four slots, each reused the moment it is free
+    for _ in range(40):
+        slot = min(range(4), key=free_at.__getitem__)
+        start = free_at[slot]
+        free_at[slot] = start + rng.uniform(0.5, 3)
+        metrics.append(RequestMetrics(0.0, start, start + 0.1, free_at[slot]))
+    slots = viz.assign_slots(metrics, 4)
+    for slot in range(4):
+        mine = sorted(
+            (m.first_scheduled_time, m.finish_time)
+            for m, s in zip(metrics, slots, strict=True)
+            if s == slot
+        )
+        assert all(b <= c for (_, b), (c, _) in zip(mine, mine[1:], strict=False))
