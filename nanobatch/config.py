@@ -15,6 +15,8 @@ Names follow vLLM's EngineArgs and Hugging Face's config.json.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 BATCHING = ("continuous",)
@@ -24,6 +26,7 @@ PREEMPTIONS = ("recompute",)
 ATTENTION_BACKENDS = ("auto", "torch")
 DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_FLOAT = sys.float_info.max
 
 
 def cdiv(a: int, b: int) -> int:
@@ -47,11 +50,21 @@ def check_float(
     open_low: low itself is not allowed. An int counts as a number, a bool does not.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    in_range = is_number and math.isfinite(value) and low <= value <= high
+    # Refuses NaN and inf, and ints that no float can hold.
+    in_range = is_number and abs(value) <= MAX_FLOAT and low <= value <= high
     if not in_range or (open_low and value == low):
         upper = "inf)" if high == math.inf else f"{high}]"
         allowed = f"{'(' if open_low else '['}{low}, {upper}"
         raise ValueError(f"{name} is {value!r}; it must be a finite number in {allowed}")
+
+
+def check_token_ids(name: str, token_ids: object) -> None:
+    """Raise ValueError unless token_ids is a list or tuple of ints >= 0."""
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+        raise ValueError(f"{name} is {token_ids!r}; it must be a list of ints >= 0")
+    for token_id in token_ids:
+        if type(token_id) is not int or token_id < 0:
+            raise ValueError(f"{name} has {token_id!r}; each must be an int >= 0")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -155,7 +155,7 @@ class LLMEngine:
         token_ids = self._encode(prompt)
         arrival_time = self.clock.now() if arrival_time is None else arrival_time
         request_id = self._new_id() if request_id is None else request_id
-        if request_id in self._families:
+        if request_id in self._families or self.scheduler.get(request_id) is not None:
             raise ValueError(f"request_id {request_id!r} is in use by a live request")
         eos = (
             *getattr(self.runner, "eos_token_ids", ()),

@@ -26,7 +26,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanobatch.config import check_bool, check_float, check_int
+from nanobatch.config import check_bool, check_float, check_int, check_token_ids
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,7 @@ class SamplingParams:
         )
         if not is_list_of_str:
             raise ValueError(f"stop is {self.stop!r}; it must be non-empty strings")
-        if not isinstance(self.stop_token_ids, (list, tuple)):
-            raise ValueError(
-                f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of ints >= 0"
-            )
-        for token_id in self.stop_token_ids:
-            check_int("stop_token_ids", token_id, 0)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
@@ -191,6 +186,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),
     ):
         params = SamplingParams() if params is None else params
+        check_token_ids("eos_token_ids", eos_token_ids)
         _check_request(request_id, prompt_token_ids, params, arrival_time, priority, cache_salt)
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
@@ -264,13 +260,9 @@ class Request:
 def _check_request(request_id, prompt_token_ids, params, arrival_time, priority, cache_salt):
     if not isinstance(request_id, str) or not request_id:
         raise ValueError(f"request_id is {request_id!r}; it must be a non-empty string")
-    if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Sequence):
-        raise ValueError(f"prompt_token_ids is {prompt_token_ids!r}; it must be a list of ints")
+    check_token_ids("prompt_token_ids", prompt_token_ids)
     if len(prompt_token_ids) == 0:
         raise ValueError(f"the prompt of request {request_id!r} is empty; it needs >= 1 token")
-    bad = next((t for t in prompt_token_ids if type(t) is not int or t < 0), None)
-    if bad is not None:
-        raise ValueError(f"prompt_token_ids has {bad!r}; each must be an int >= 0")
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params is {params!r}; it must be SamplingParams")
     check_float("arrival_time", arrival_time, float("-inf"))

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench
 import pytest
 import torch
 
+import bench
 from nanobatch import LLM, RequestMetrics, SamplingParams, viz
 from nanobatch.loader import load
 from nanobatch.metrics import percentile, summarize
