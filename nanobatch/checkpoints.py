@@ -4,8 +4,8 @@
     GgufFile        one .gguf file, dequantized as it is read
     Dummy           no checkpoint at all: seeded random weights, for speed only
 
-Nothing is executed: safetensors and GGUF are tables of numbers. What differs between model
-families ends here, as fields of ModelConfig.
+Nothing is executed: safetensors and GGUF are tables of numbers. (What config.json means is
+in hf_config.py.)
 
 Always holds: what is wrong with a file is one ValueError that names the file and the fault.
 
@@ -15,10 +15,9 @@ the order of its rows.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -26,13 +25,7 @@ import torch
 from torch import Tensor
 
 from nanobatch.config import ModelConfig
-
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+from nanobatch.hf_config import LLAMA, QWEN2, QWEN3, count, model_config
 
 
 class Checkpoint(Protocol):
@@ -44,12 +37,21 @@ class Checkpoint(Protocol):
         """The tensor of that name; ValueError unless it is there and of that shape."""
         ...
 
+    def check_all_read(self) -> None:
+        """ValueError if a tensor was left over: the model would not be this one."""
+        ...
+
 
 def _check_shape(where: object, name: str, found: tuple[int, ...], wanted: tuple[int, ...]):
     if tuple(found) != wanted:
         raise ValueError(
             f"{where}: {name} has shape {list(found)}; its config asks for {list(wanted)}"
         )
+
+
+def _check_none_left(where: object, names: Collection[str]) -> None:
+    if names:
+        raise ValueError(f"{where}: nothing of the model reads {min(names)}")
 
 
 class Dummy:
@@ -65,6 +67,9 @@ class Dummy:
             return torch.ones(shape)
         return torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
 
+    def check_all_read(self) -> None:
+        """Nothing can be left over."""
+
 
 class HFDirectory:
     """config.json and safetensors, in one file or in several with an index."""
@@ -79,13 +84,17 @@ class HFDirectory:
                 raise ValueError(f"{index}: weight_map is missing")
             self._file_of = {}
             for name, file in names.items():
-                if not isinstance(file, str) or Path(file).name != file:
+                is_plain = isinstance(file, str) and file not in ("", "..")
+                if not is_plain or Path(file).name != file:
                     raise ValueError(f"{index}: {name} is in {file!r}, not a plain file name")
                 self._file_of[name] = path / file
         else:
             file = path / "model.safetensors"
             self._file_of = dict.fromkeys(self._open(file).keys(), file)
         self._path = path
+        self._unread = set(self._file_of)
+        if self.config.tie_word_embeddings:
+            self._unread.discard("lm_head.weight")
 
     def _open(self, file: Path):
         from safetensors import SafetensorError, safe_open
@@ -95,7 +104,7 @@ class HFDirectory:
                 raise FileNotFoundError(f"{file}: no such file; weights must be safetensors")
             try:
                 self._open_files[file] = safe_open(file, framework="pt")
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file}: not a whole safetensors file: {error}") from None
         return self._open_files[file]
 
@@ -109,9 +118,16 @@ class HFDirectory:
         try:
             piece = self._open(file).get_slice(name)
             _check_shape(file, name, piece.get_shape(), shape)
+            self._unread.discard(name)
             return piece[:]
         except SafetensorError as error:
             raise ValueError(f"{file}: {name} cannot be read: {error}") from None
+
+    def check_all_read(self) -> None:
+        """Raise ValueError if a tensor was left over: the model would not be this one."""
+        # Old checkpoints carry the RoPE frequencies, which follow from the config.
+        is_rope = re.compile(r"\.rotary_emb\.inv_freq$").search
+        _check_none_left(self._path, [name for name in self._unread if not is_rope(name)])
 
 
 def _read_json(file: Path) -> dict:
@@ -125,100 +141,21 @@ def _read_json(file: Path) -> dict:
 
 
 def _read_hf_config(path: Path) -> ModelConfig:
-    file = path / "config.json"
+    file, generation_file = path / "config.json", path / "generation_config.json"
     if not file.exists():
         raise FileNotFoundError(f"{file}: no such file")
     raw = _read_json(file)
-    architecture = (raw.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{file}: architecture {architecture} is not supported; these are: "
-            + ", ".join(ARCHITECTURES)
-        )
+    generation = _read_json(generation_file) if generation_file.exists() else {}
     try:
-        config = _model_config(raw, architecture)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"{file}: {what}") from None
-    generation_file = path / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.exists() else raw
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
-    eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return dataclasses.replace(config, eos_token_ids=eos)
-
-
-def _model_config(raw: dict, architecture: str) -> ModelConfig:
-    """config.json's fields in ours. The differences between the families end here."""
-    H, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-    is_qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
-    window = raw.get("sliding_window")
-    if is_qwen and not raw.get("use_sliding_window", False):
-        window = None
-    layer_types = raw.get("layer_types") or ["sliding_attention"] * num_layers
-    if "layer_types" not in raw and is_qwen and window is not None:
-        first = raw.get("max_window_layers", 0)
-        layer_types = ["full_attention"] * first + layer_types[first:]
-    full = frozenset(i for i, kind in enumerate(layer_types) if kind == "full_attention")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported; it must be 'silu'")
-    # transformers 5 keeps all of RoPE in rope_parameters, 4 in two places.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // H
-    attention_bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=num_layers,
-        num_heads=H,
-        num_kv_heads=raw.get("num_key_value_heads") or H,
-        head_dim=head_dim,
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_divisors=_rope_divisors(rope, theta, head_dim),
-        qkv_bias=attention_bias or is_qwen2,
-        o_bias=attention_bias and not is_qwen2,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_window=window,
-        full_attention_layers=full,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-    )
-
-
-def _rope_divisors(rope: dict, theta: float, head_dim: int) -> tuple[float, ...] | None:
-    """What Llama 3.1 divides each RoPE frequency by to reach 128k tokens.
-
-    Waves shorter than the old context / high_freq_factor are kept, those longer than the old
-    context / low_freq_factor are divided by factor, and in between it is blended.
-    """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(
-            f"rope_type {kind!r} is not supported; it must be 'default' or 'llama3'"
-        )
-    old_context = rope["original_max_position_embeddings"]
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    divisors = []
-    for i in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
-        kept = (old_context / wavelength - low) / (high - low)
-        kept = min(1.0, max(0.0, kept))
-        divisors.append(1 / (kept + (1 - kept) / factor))
-    return tuple(divisors)
+        return model_config(raw, generation)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
 }
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -251,49 +188,52 @@ class GgufFile:
             self._fields = reader.fields
         except Exception as error:  # the reader raises whatever its numpy views raise
             raise ValueError(f"{file}: not a whole GGUF file: {error}") from error
-        self.config = self._read_config()
-
-    def _field(self, name: str, default: object = None) -> object:
-        field = self._fields.get(name)
-        if field is None and default is None:
-            raise ValueError(f"{self._file}: {name} is missing")
-        return default if field is None else field.contents()
+        self._unread = set(self._tensors) - {"rope_freqs.weight"}  # read into the config
+        try:
+            self.config = self._read_config()
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
 
     def _read_config(self) -> ModelConfig:
-        arch = self._field("general.architecture")
+        fields = _GgufFields(self._fields)
+        arch = fields.get("general.architecture")
         if arch not in GGUF_ARCHITECTURES:
-            raise ValueError(
-                f"{self._file}: architecture {arch} is not supported; these are: "
-                + ", ".join(GGUF_ARCHITECTURES)
-            )
-        H, E = (
-            self._field(f"{arch}.attention.head_count"),
-            self._field(f"{arch}.embedding_length"),
-        )
-        eos = self._field("tokenizer.ggml.eos_token_id", -1)
+            supported = ", ".join(GGUF_ARCHITECTURES)
+            raise ValueError(f"architecture {arch} is not supported; these are: {supported}")
+        H = count(fields, f"{arch}.attention.head_count")
+        E = count(fields, f"{arch}.embedding_length")
+        head_dim = count(fields, f"{arch}.attention.key_length", max(1, E // H))
+        for name, harmless in (
+            ("rope.scaling.type", "none"),
+            ("rope.dimension_count", head_dim),
+            ("expert_count", 0),
+        ):
+            value = fields.get(f"{arch}.{name}", harmless)
+            if value != harmless:
+                raise ValueError(f"{arch}.{name} is {value!r}; only {harmless!r} is supported")
+        eos = fields.get("tokenizer.ggml.eos_token_id")
         factors = self._tensors.get("rope_freqs.weight")
         embedding = self._tensors.get("token_embd.weight")
-        try:
-            return ModelConfig(
-                architecture=GGUF_ARCHITECTURES[arch],
-                vocab_size=int(embedding.shape[1]),
-                hidden_size=E,
-                intermediate_size=self._field(f"{arch}.feed_forward_length"),
-                num_layers=self._field(f"{arch}.block_count"),
-                num_heads=H,
-                num_kv_heads=self._field(f"{arch}.attention.head_count_kv", H),
-                head_dim=self._field(f"{arch}.attention.key_length", E // H),
-                max_position_embeddings=self._field(f"{arch}.context_length"),
-                rms_norm_eps=self._field(f"{arch}.attention.layer_norm_rms_epsilon"),
-                rope_theta=self._field(f"{arch}.rope.freq_base", 10000.0),
-                rope_divisors=None if factors is None else tuple(factors.data.tolist()),
-                qkv_bias="blk.0.attn_q.bias" in self._tensors,
-                qk_norm="blk.0.attn_q_norm.weight" in self._tensors,
-                tie_word_embeddings="output.weight" not in self._tensors,
-                eos_token_ids=() if eos < 0 else (eos,),
-            )
-        except (AttributeError, TypeError, ZeroDivisionError, ValueError) as error:
-            raise ValueError(f"{self._file}: {error}") from error
+        if embedding is None or len(embedding.shape) != 2:
+            raise ValueError("the checkpoint has no matrix token_embd.weight")
+        return ModelConfig(
+            architecture=GGUF_ARCHITECTURES[arch],
+            vocab_size=int(embedding.shape[1]),
+            hidden_size=E,
+            intermediate_size=count(fields, f"{arch}.feed_forward_length"),
+            num_layers=count(fields, f"{arch}.block_count"),
+            num_heads=H,
+            num_kv_heads=count(fields, f"{arch}.attention.head_count_kv", H),
+            head_dim=head_dim,
+            max_position_embeddings=count(fields, f"{arch}.context_length"),
+            rms_norm_eps=fields[f"{arch}.attention.layer_norm_rms_epsilon"],
+            rope_theta=fields.get(f"{arch}.rope.freq_base", 10000.0),
+            rope_divisors=None if factors is None else tuple(factors.data.tolist()),
+            qkv_bias="blk.0.attn_q.bias" in self._tensors,
+            qk_norm="blk.0.attn_q_norm.weight" in self._tensors,
+            tie_word_embeddings="output.weight" not in self._tensors,
+            eos_token_ids=() if eos is None else (eos,),
+        )
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of that (Hugging Face) name, dequantized to float32."""
@@ -307,15 +247,43 @@ class GgufFile:
         if tensor is None:
             raise ValueError(f"{self._file}: the checkpoint has no tensor {gguf_name}")
         _check_shape(self._file, gguf_name, tuple(reversed(tensor.shape.tolist())), shape)
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).view(
-            shape
-        )
-        is_llama = self.config.architecture == "LlamaForCausalLM"
+        try:
+            numbers = dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise ValueError(f"{self._file}: {gguf_name} cannot be read: {error}") from error
+        self._unread.discard(gguf_name)
+        weight = torch.from_numpy(numbers.copy()).view(shape)
+        is_llama = self.config.architecture == LLAMA
         if is_llama and part in ("self_attn.q_proj", "self_attn.k_proj"):
             weight = self._half_split(weight)
         return weight
+
+    def check_all_read(self) -> None:
+        """Raise ValueError if a tensor was left over: the model would not be this one."""
+        _check_none_left(self._file, self._unread)
 
     def _half_split(self, weight: Tensor) -> Tensor:
         """Undo llama.cpp's order of a head's rows: its RoPE pairs are side by side."""
         D = self.config.head_dim
         return weight.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+class _GgufFields(Mapping):
+    """A GGUF file's metadata, decoded one by one: the vocabulary's lists are long."""
+
+    def __init__(self, fields: Mapping):
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> object:
+        if name not in self._fields:
+            raise ValueError(f"{name} is missing")
+        return self._fields[name].contents()
+
+    def get(self, name: str, default: object = None) -> object:
+        return self[name] if name in self._fields else default
+
+    def __iter__(self):
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)

@@ -155,25 +155,16 @@ class LLMEngine:
         token_ids = self._encode(prompt)
         arrival_time = self.clock.now() if arrival_time is None else arrival_time
         request_id = self._new_id() if request_id is None else request_id
-        if request_id in self._families or self.scheduler.get(request_id) is not None:
-            raise ValueError(f"request_id {request_id!r} is in use by a live request")
         eos = (
             *getattr(self.runner, "eos_token_ids", ()),
             *getattr(self.tokenizer, "eos_token_ids", ()),
         )
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
-        requests = [
-            Request(
-                child_id,
-                token_ids,
-                params,
-                arrival_time=arrival_time,
-                priority=priority,
-                cache_salt=cache_salt,
-                eos_token_ids=eos,
-            )
-            for child_id in ids
-        ]
+        for taken in {request_id, *ids}:
+            if taken in self._families or self.scheduler.get(taken) is not None:
+                raise ValueError(f"request_id {taken!r} is in use by a live request")
+        shared = {"arrival_time": arrival_time, "priority": priority, "cache_salt": cache_salt}
+        requests = [Request(i, token_ids, params, eos_token_ids=eos, **shared) for i in ids]
         for i, request in enumerate(requests):
             request.seed = None if params.seed is None else params.seed + i
             request.leader = requests[0] if i > 0 else None
@@ -192,9 +183,8 @@ class LLMEngine:
             if request.seed is None:
                 # From the engine's seed and the order of arrival: a fresh engine repeats it.
                 text = f"{self.config.seed}/{self._num_arrived}".encode()
-                request.seed = int.from_bytes(
-                    hashlib.blake2b(text, digest_size=7).digest(), "big"
-                )
+                digest = hashlib.blake2b(text, digest_size=7).digest()
+                request.seed = int.from_bytes(digest, "big")
             self._num_arrived += 1
             self.scheduler.add(request)
             logprobs = None if request.params.logprobs is None else []
@@ -260,21 +250,16 @@ class LLMEngine:
 
     def _record(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         now = self.clock.now()
-        sampling = [row.request for row in plan.scheduled if row.samples]
-        for request_id in result.errors:
-            request = self.scheduler.get(request_id)
-            if request is not None:
-                self.scheduler.finish(request, "error", now)
+        rows = [row for row in plan.scheduled if not row.request.is_finished]  # by an abort
+        failed = [row.request for row in rows if row.request.request_id in result.errors]
+        sampling = [row.request for row in rows if row.samples and row.request not in failed]
+        for request in failed:
+            self.scheduler.finish(request, "error", now)
         self.scheduler.update(plan, result.token_ids, now)
         self._count(plan)
-        outputs = []
         for request in sampling:
-            if request.request_id in result.errors:
-                outputs.append(self._output(request, result.errors[request.request_id]))
-            else:
-                self._take_tokens(request, result, now)
-                outputs.append(self._output(request))
-        return outputs
+            self._take_tokens(request, result, now)
+        return [self._output(r, result.errors.get(r.request_id)) for r in failed + sampling]
 
     def _take_tokens(self, request: Request, result: StepResult, now: float) -> None:
         """Turn a request's new tokens into text; end it where a stop string is complete."""
@@ -285,8 +270,8 @@ class LLMEngine:
         if detokenizer is None:
             return
         for token_id in result.token_ids[request.request_id]:
-            if token_id not in request.stop_token_ids and token_id not in request.eos_token_ids:
-                detokenizer.append(token_id)
+            is_shown = token_id not in request.stop_token_ids + request.eos_token_ids
+            detokenizer.append(token_id if is_shown else None)
         if request.is_finished:
             detokenizer.finish()
         if detokenizer.stopped:

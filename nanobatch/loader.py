@@ -143,11 +143,11 @@ def _from_hub(hub_id: str, local_only: bool) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=local_only)
-        )
+        path = snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=local_only)
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
         return None
+    has_weights = any(Path(path).glob("*.safetensors"))  # or was only its tokenizer wanted?
+    return Path(path) if has_weights else None
 
 
 def _hf_tokenizer(directory: Path, gguf_file: Path | None = None) -> Tokenizer | None:
@@ -213,5 +213,6 @@ def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Decoder:
             continue
         tensors = [checkpoint.get(part, shape).to(device, dtype) for part, shape in parts]
         weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    checkpoint.check_all_read()
     model.load_state_dict(weights, strict=True, assign=True)
     return model.eval().requires_grad_(False)

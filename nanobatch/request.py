@@ -196,7 +196,7 @@ class Request:
         self.cache_salt = cache_salt
         self.eos_token_ids = tuple(eos_token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids
-        self.stop_token_ids = frozenset(params.stop_token_ids + eos)  # all that end it
+        self.stop_token_ids = params.stop_token_ids + eos  # all that end it
 
         self.output_token_ids: list[int] = []
         self.token_ids: list[int] = list(prompt_token_ids)  # prompt + output, kept joined

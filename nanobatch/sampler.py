@@ -40,7 +40,7 @@ class SamplingRow:
     params: SamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
-    stop_token_ids: frozenset[int]
+    stop_token_ids: Sequence[int]
     seed: int
 
 

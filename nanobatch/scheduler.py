@@ -309,10 +309,8 @@ class Scheduler:
         num_full_before = request.num_computed_tokens // block_size
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens // block_size > num_full_before:
-            num_computed, salt = request.num_computed_tokens, request.cache_salt
-            self.allocator.cache_blocks(
-                request.token_ids, request.block_table, num_computed, salt
-            )
+            args = (request.block_table, request.num_computed_tokens, request.cache_salt)
+            self.allocator.cache_blocks(request.token_ids, *args)
 
     def _append(self, request: Request, sampled: Sequence[int]) -> str | None:
         for token_id in sampled:

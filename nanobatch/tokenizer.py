@@ -174,10 +174,10 @@ class IncrementalDetokenizer:
         self._num_sent = 0
         self.stopped = False
 
-    def append(self, token_id: int) -> bool:
-        """Take one token; True if a stop string is complete with it."""
+    def append(self, token_id: int | None) -> bool:
+        """Take one token (None: one that has no text); True if it completes a stop string."""
         self._num_tokens += 1
-        return self._extend(self._stream.step(token_id))
+        return self._extend("" if token_id is None else self._stream.step(token_id))
 
     def _extend(self, new_text: str) -> bool:
         if new_text and self._prompt_tail:
