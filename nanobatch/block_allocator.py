@@ -15,7 +15,8 @@ the identity of the block contents before it:
 so equal tokens after different prefixes are different keys, and a key stands for every token
 from the start of the request. A Python dict compares keys and not only their hashes: two
 prefixes that collide cannot be taken for each other. Chain numbers are never used again, so
-a key whose parent was dropped can never be reached by other tokens.
+a key whose parent was dropped can never be reached by other tokens. Two requests may compute
+one prompt side by side: then several blocks have one key, and any of them will do.
 
 Always holds (invariants 1 to 6): free + in use = all; a ref count is the number of tables
 that hold the block; a failed call changes nothing; a key names a block with exactly those
@@ -65,11 +66,10 @@ class BlockAllocator:
         self._num_touched = 0  # blocks from here on were never used
         self._freed: OrderedDict[int, None] = OrderedDict()  # least recently freed first
 
-        # The prefix cache. A block that repeats what a cached block holds has the same
-        # chain but no key: two requests may compute the same prompt side by side.
-        self._cached: dict[Hashable, int] = {}  # key -> block
-        self._keys: dict[int, Hashable] = {}  # block -> key: the inverse
-        self._chains: dict[int, int] = {}  # block -> chain, for full computed blocks
+        # The prefix cache: full computed blocks, by what is in them.
+        self._holders: dict[Hashable, dict[int, None]] = {}  # key -> blocks, in order
+        self._chains: dict[Hashable, int] = {}  # key -> the number that stands for it
+        self._keys: dict[int, Hashable] = {}  # block -> key
         self._next_chain = 0
 
     @property
@@ -106,9 +106,11 @@ class BlockAllocator:
     def _forget(self, block_id: int) -> None:
         """Drop what the prefix cache knows of a block, before it gets new contents."""
         key = self._keys.pop(block_id, None)
-        if key is not None:
-            del self._cached[key]
-        self._chains.pop(block_id, None)
+        if key is None:
+            return
+        del self._holders[key][block_id]
+        if not self._holders[key]:
+            del self._holders[key], self._chains[key]
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back one table, head first. What no other table holds becomes free.
@@ -164,13 +166,11 @@ class BlockAllocator:
             return block_ids
         chain: Hashable = ("salt", salt)
         for start in range(0, len(token_ids) - self.block_size, self.block_size):
-            block_id = self._cached.get(
-                (chain, tuple(token_ids[start : start + self.block_size]))
-            )
-            if block_id is None:
+            key = (chain, tuple(token_ids[start : start + self.block_size]))
+            if key not in self._holders:
                 break
-            block_ids.append(block_id)
-            chain = self._chains[block_id]
+            block_ids.append(next(iter(self._holders[key])))
+            chain = self._chains[key]
         return block_ids
 
     def cache_blocks(
@@ -200,28 +200,26 @@ class BlockAllocator:
             )
         if not self.enable_prefix_caching:
             return
-        # Blocks cached by an earlier call keep their chain: only the new ones are walked.
+        # Blocks cached by an earlier call have their key: only the new ones are walked.
         first_new = num_full
-        while first_new > 0 and block_table[first_new - 1] not in self._chains:
+        while first_new > 0 and block_table[first_new - 1] not in self._keys:
             first_new -= 1
-        parent: Hashable = ("salt", salt)
+        chain: Hashable = ("salt", salt)
         if first_new > 0:
-            parent = self._chains[block_table[first_new - 1]]
+            chain = self._chains[self._keys[block_table[first_new - 1]]]
         for i in range(first_new, num_full):
             tokens = tuple(token_ids[i * self.block_size : (i + 1) * self.block_size])
-            parent = self._cache_block(block_table[i], (parent, tokens))
+            chain = self._cache_block(block_table[i], (chain, tokens))
 
     def _cache_block(self, block_id: int, key: Hashable) -> int:
-        """Enter one block under its key, unless another has it; return the key's chain."""
-        holder = self._cached.get(key)
-        if holder is None:
-            self._cached[key] = block_id
-            self._keys[block_id] = key
-            self._chains[block_id] = self._next_chain
+        """Enter one block under its key; return the key's chain."""
+        if key not in self._holders:
+            self._holders[key] = {}
+            self._chains[key] = self._next_chain
             self._next_chain += 1
-        else:
-            self._chains[block_id] = self._chains[holder]
-        return self._chains[block_id]
+        self._holders[key][block_id] = None
+        self._keys[block_id] = key
+        return self._chains[key]
 
     def check_invariants(self) -> None:
         """Raise AssertionError with what is wrong, if anything is. O(num_blocks)."""
@@ -236,9 +234,11 @@ class BlockAllocator:
         assert in_use + self.num_free_blocks == self.num_blocks, (
             f"{in_use} in use + {self.num_free_blocks} free != {self.num_blocks}"
         )
-        inverse = {key: block_id for block_id, key in self._keys.items()}
-        assert self._cached == inverse, "keys and cached blocks do not match one to one"
+        held = {b: key for key, blocks in self._holders.items() for b in blocks}
+        assert held == self._keys, "blocks by key and keys by block do not match"
+        assert all(self._holders.values()), "a key has no block"
+        assert self._holders.keys() == self._chains.keys(), "a key has no chain, or no block"
+        assert len(set(self._chains.values())) == len(self._chains), "two keys, one chain"
         for block_id, key in self._keys.items():
             assert block_id < touched, f"block {block_id} is cached but was never used"
-            assert block_id in self._chains, f"block {block_id} is cached but has no chain"
             assert len(key[1]) == self.block_size, f"block {block_id} is cached but not full"

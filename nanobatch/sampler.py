@@ -115,7 +115,8 @@ def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
 
 def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     def column(name: str) -> Tensor:
-        return torch.tensor([getattr(row.params, name) for row in rows]).double().unsqueeze(1)
+        values = [[getattr(row.params, name)] for row in rows]
+        return torch.tensor(values, dtype=torch.float64, device=logits_RV.device)
 
     # In double, and the maximum taken off before the division: no temperature overflows.
     logits_RV = logits_RV.double() - logits_RV.amax(dim=-1, keepdim=True)
@@ -130,7 +131,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
             )
     cumulative_RV = probs_RV.cumsum(dim=-1)
     total_R1 = cumulative_RV[:, -1:]
-    draw_R1 = torch.tensor([_uniform(row) for row in rows], dtype=torch.float64).unsqueeze(1)
+    draw_R1 = torch.tensor([[_uniform(row)] for row in rows], dtype=torch.float64)
     below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     draw_R1 = torch.minimum(draw_R1 * total_R1, below_total_R1)  # rounding must not reach it
     # right=True: the first token whose cumulative probability is above the draw; a token of

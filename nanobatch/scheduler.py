@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, cdiv
-from nanobatch.policy import Policy, admits_on_demand, arrival, make_policy
+from nanobatch.policy import FCFS, Policy, admits_on_demand, arrival, make_policy
 from nanobatch.request import Request, RequestStatus
 
 
@@ -235,9 +235,9 @@ class Scheduler:
         """Let waiting requests join while budget, slots and blocks last."""
         config = self.config
         budget = config.max_num_batched_tokens - sum(tokens.values())
-        while self.waiting and budget > 0 and len(self.running) < config.max_num_seqs:
-            request = min(self.waiting, key=lambda r: (self.policy.key(r, now), arrival(r)))
-            if self._leader_is_prefilling(request):
+        for request in self._in_order(now):
+            is_full = budget == 0 or len(self.running) == config.max_num_seqs
+            if is_full or self._leader_is_prefilling(request):
                 return
             cached = self.allocator.match_prefix(request.token_ids, request.cache_salt)
             num_cached = len(cached) * config.block_size
@@ -260,6 +260,12 @@ class Scheduler:
             self.running.append(request)
             tokens[request] = num_tokens
             budget -= num_tokens
+
+    def _in_order(self, now: float) -> list[Request]:
+        """The waiting requests, next one first; a copy, as admission takes them out."""
+        if isinstance(self.policy, FCFS):
+            return list(self.waiting)  # is in order of arrival
+        return sorted(self.waiting, key=lambda r: (self.policy.key(r, now), arrival(r)))
 
     def _leader_is_prefilling(self, request: Request) -> bool:
         """Whether waiting a little will turn the prompt of n siblings into a prefix hit."""

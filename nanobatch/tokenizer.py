@@ -121,13 +121,19 @@ class _HFStream:
     a space, and the beginning of a character that the prompt cuts in two.
     """
 
-    NUM_CONTEXT_TOKENS = 6
-
     def __init__(self, tokenizer, prompt_token_ids: Sequence[int]):
         self._tokenizer = tokenizer  # of the tokenizers library
         self._begin()
-        for token_id in prompt_token_ids[-self.NUM_CONTEXT_TOKENS :]:
+        for token_id in self._context(prompt_token_ids):
             self.step(token_id)
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+        """A short end of the prompt that begins with a whole character, else all of it."""
+        for n in range(4, min(24, len(prompt_token_ids))):
+            tail = prompt_token_ids[-n:]
+            if "\ufffd" not in self._tokenizer.decode(tail, skip_special_tokens=True):
+                return tail
+        return prompt_token_ids
 
     def _begin(self) -> None:
         from tokenizers.decoders import DecodeStream
