@@ -72,12 +72,16 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu
     Raises:
         ValueError: a row has no tokens or too small a block table.
     """
+    if not rows:
+        raise ValueError("rows is empty; it needs >= 1 row")
     for i, row in enumerate(rows):
         num_after, capacity = row.start + len(row.token_ids), len(row.block_table) * block_size
-        if not row.token_ids or num_after > capacity:
+        is_negative = row.start < 0 or min(row.block_table, default=0) < 0
+        if not row.token_ids or num_after > capacity or is_negative:
             raise ValueError(
-                f"rows[{i}] has {len(row.token_ids)} tokens from position {row.start}, and a "
-                f"block table for {capacity}; it needs >= 1 token and room for all"
+                f"rows[{i}] has {len(row.token_ids)} tokens from position {row.start}, and the "
+                f"block table {row.block_table} for {capacity}; it needs >= 1 token, room for "
+                "all, and no negative number"
             )
     query_lens_S = np.array([len(row.token_ids) for row in rows])
     starts_S = np.array([row.start for row in rows])

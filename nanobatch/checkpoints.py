@@ -188,6 +188,7 @@ class GgufFile:
             self._fields = reader.fields
         except Exception as error:  # the reader raises whatever its numpy views raise
             raise ValueError(f"{file}: not a whole GGUF file: {error}") from error
+        self.has_tokenizer = "tokenizer.ggml.model" in self._fields
         self._unread = set(self._tensors) - {"rope_freqs.weight"}  # read into the config
         try:
             self.config = self._read_config()

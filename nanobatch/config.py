@@ -27,6 +27,7 @@ ATTENTION_BACKENDS = ("auto", "torch")
 DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_FLOAT = sys.float_info.max
+MAX_LAYERS = 1000  # more is a mistake, and would be hours of building nothing
 
 
 def cdiv(a: int, b: int) -> int:
@@ -230,7 +231,8 @@ class ModelConfig:
             "head_dim max_position_embeddings"
         )
         for name in sizes.split():
-            check_int(name, getattr(self, name), 1, 2**31 - 1)
+            largest = MAX_LAYERS if name == "num_layers" else 2**31 - 1
+            check_int(name, getattr(self, name), 1, largest)
         check_float("rms_norm_eps", self.rms_norm_eps, 0.0)
         check_float("rope_theta", self.rope_theta, 0.0, open_low=True)
         heads_left_over = self.num_heads % self.num_kv_heads

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 
 from nanobatch.config import (
+    MAX_LAYERS,
     ModelConfig,
     check_bool,
     check_choice,
@@ -62,8 +63,11 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
         raise ValueError(
             f"num_attention_heads is {num_heads}; it must be <= hidden_size, {hidden_size}"
         )
-    head_dim = count(raw, "head_dim", hidden_size // num_heads)
+    head_dim = count(
+        raw, "head_dim", 128 if architecture == QWEN3 else hidden_size // num_heads
+    )
     num_layers = count(raw, "num_hidden_layers")
+    check_int("num_hidden_layers", num_layers, 1, MAX_LAYERS)
     attention_bias = _flag(raw, "attention_bias")
     rope = _rope(raw)
     theta = rope.get("rope_theta", 10000.0)
@@ -122,9 +126,11 @@ def _sliding_window(raw: dict, architecture: str) -> int | None:
     is_used = architecture == MISTRAL or (
         architecture in (QWEN2, QWEN3) and _flag(raw, "use_sliding_window")
     )
-    if not is_used or raw.get("sliding_window") is None:
+    window = raw.get("sliding_window", 4096)  # null is no window, missing is the default
+    if not is_used or window is None:
         return None
-    return count(raw, "sliding_window")
+    check_int("sliding_window", window, 1, MAX_COUNT)
+    return window
 
 
 def _full_attention_layers(raw: dict, architecture: str, num_layers: int) -> frozenset[int]:
@@ -137,9 +143,10 @@ def _full_attention_layers(raw: dict, architecture: str, num_layers: int) -> fro
                 f"layer_types is {layer_types!r}; it must be {num_layers} of {LAYER_TYPES}"
             )
         return frozenset(i for i, kind in enumerate(layer_types) if kind == "full_attention")
-    if architecture in (QWEN2, QWEN3) and raw.get("max_window_layers") is not None:
-        check_int("max_window_layers", raw["max_window_layers"], 0, MAX_COUNT)
-        return frozenset(range(min(num_layers, raw["max_window_layers"])))
+    if architecture in (QWEN2, QWEN3):
+        num_full = raw.get("max_window_layers", 28)
+        check_int("max_window_layers", num_full, 0, MAX_COUNT)
+        return frozenset(range(min(num_layers, num_full)))
     return frozenset()
 
 

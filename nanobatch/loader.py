@@ -20,6 +20,7 @@ Source: the names are those of Hugging Face's modeling files.
 from __future__ import annotations
 
 import importlib.util
+import os.path
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +97,9 @@ def load(name: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> L
         return LoadedModel(_build(Dummy(DUMMIES[shape], seed), dtype, device), None)
     path = _find(name)
     if path.suffix == ".gguf":
-        return LoadedModel(
-            _build(GgufFile(path), dtype, device), _hf_tokenizer(path.parent, path)
-        )
+        checkpoint = GgufFile(path)
+        tokenizer = _hf_tokenizer(path.parent, path) if checkpoint.has_tokenizer else None
+        return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
     checkpoint = HFDirectory(path)
     tokenizer = ByteTokenizer() if path == TINY_DIR else _hf_tokenizer(path)
     return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
@@ -115,7 +116,7 @@ def _find(name: str) -> Path:
             files[0] if files else _download(SMOLLM2)
         )
     path = Path(name).expanduser()
-    if path.exists():
+    if os.path.exists(path):  # Path.exists raises for a name that is too long
         if path.is_dir() or path.suffix == ".gguf":
             return path
         raise ValueError(f"{path}: a model is a directory or a .gguf file")
