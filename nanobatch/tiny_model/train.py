@@ -1,0 +1,140 @@
+"""Train the bundled model from nothing: a byte-level Llama of a million parameters.
+
+    python -m nanobatch.tiny_model.train --out some/directory
+
+A token is a byte: ids 0 to 255 are the bytes, 256 begins a story and 257 ends it. A row of
+training data is whole stories, one after the other, cut at the length of the row:
+
+    256 O n c e ... 257 256 L o n g   a g o ... 257 256 O n e
+
+so the model learns where a story ends, and that another one may follow. The stories are drawn
+as training goes; no two steps see the same ones.
+
+Always holds: the number of steps is fixed, never the time, so one seed gives one model on one
+kind of machine. (Another processor sums in another order, and gives another, equally good.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from nanobatch.tiny_model.grammar import story
+
+BOS, EOS = 256, 257
+CONTEXT = 1024
+
+PEAK_LR = 3e-3
+WARMUP_STEPS = 100
+# Attention over short rows is cheaper, so most steps use rows that just hold a whole story.
+# Every eighth fills the context: there the model learns to pay no heed to older stories.
+SHORT_ROWS = (4, 384)
+LONG_ROWS = (2, CONTEXT)
+
+
+def new_model() -> LlamaForCausalLM:
+    """The untrained model: tied embeddings, 6 query heads that share 2 key-value heads."""
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=192,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        initializer_range=0.04,  # twice the usual: attention that starts sharp learns sooner
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    return LlamaForCausalLM(config)
+
+
+def token_stream(rng: random.Random) -> Iterator[int]:
+    """Stories without end, each as BOS, its bytes, EOS."""
+    while True:
+        yield BOS
+        yield from story(rng).encode()
+        yield EOS
+
+
+def next_batch(rng: random.Random, rows: int, length: int) -> Tensor:
+    """int64 [rows, length]; each row starts a story of its own."""
+    streams = [token_stream(rng) for _ in range(rows)]
+    return torch.tensor([[next(stream) for _ in range(length)] for stream in streams])
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Rise in a straight line for WARMUP_STEPS, then fall along a cosine to a hundredth."""
+    if step < WARMUP_STEPS:
+        return PEAK_LR * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    return PEAK_LR * (0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def train(seed: int, steps: int) -> LlamaForCausalLM:
+    """Train a new model for so many steps, and print the loss as it goes."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    model = new_model()
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps")
+    # Decay the matrices only: pulling the gains of the norms to zero has no use.
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    started, total = time.perf_counter(), 0.0
+    for step in range(steps):
+        ids = next_batch(rng, *(LONG_ROWS if step % 8 == 7 else SHORT_ROWS))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        # The weights stay float32; only the matrix products run in bfloat16, for speed.
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        total += loss.item()
+        if (step + 1) % 100 == 0:
+            seconds = time.perf_counter() - started
+            print(f"step {step + 1:5}  loss {total / 100:.4f}  {seconds:6.1f} s", flush=True)
+            total = 0.0
+    return model
+
+
+def save(model: LlamaForCausalLM, out: Path) -> None:
+    """Write config.json, generation_config.json and the weights, in bfloat16, to out."""
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
+    model.to(torch.bfloat16).save_pretrained(out)
+
+
+def main() -> None:
+    """Read the command line, train, save."""
+    parser = argparse.ArgumentParser(description="Train the bundled model.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent,
+        help="where to write the model; by default it replaces the bundled one",
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    save(train(args.seed, args.steps), args.out)
+
+
+if __name__ == "__main__":
+    main()
