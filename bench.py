@@ -185,13 +185,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num-prompts", type=int, default=48)
     add("--input-len", type=int, default=32, help="mean tokens of a prompt's own part")
     add("--output-len", type=int, default=48, help="mean tokens of an output")
-    add("--prefix-len", type=int, default=64, help="tokens that all prompts begin with")
+    add("--prefix-len", type=int, default=32, help="tokens that all prompts begin with")
     add("--sigma", type=float, default=1.0, help="spread of the lognormal lengths")
-    add("--max-num-seqs", type=int, default=8, help="slots of the batch")
+    add("--max-num-seqs", type=int, default=16, help="slots of the batch")
     add("--max-num-batched-tokens", type=int, default=128, help="budget with chunked prefill")
     add("--block-size", type=int, default=16)
     add("--repeat", type=int, default=3)
     add("--seed", type=int, default=0)
+    add("--threads", type=int, help="torch's; by default 1 for a very small model, else all")
     add("--save-json", metavar="FILE")
     add("--plot", metavar="FILE", help="bars of the table, and FILE's twin *_timeline")
     args = parser.parse_args(argv)
@@ -206,6 +207,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict:
     args = parse_args(argv)
     model = load(args.model, resolve_dtype(args.dtype)).model
+    is_small = sum(p.numel() for p in model.parameters()) < 10_000_000
+    if args.threads or is_small:  # its products are too small to be shared between cores
+        torch.set_num_threads(args.threads or 1)
     items = random_requests(
         args.num_prompts,
         args.input_len,

@@ -160,9 +160,7 @@ class LLMEngine:
             *getattr(self.tokenizer, "eos_token_ids", ()),
         )
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
-        for taken in {request_id, *ids}:
-            if taken in self._families or self.scheduler.get(taken) is not None:
-                raise ValueError(f"request_id {taken!r} is in use by a live request")
+        self._check_ids(request_id, ids)
         shared = {"arrival_time": arrival_time, "priority": priority, "cache_salt": cache_salt}
         requests = [Request(i, token_ids, params, eos_token_ids=eos, **shared) for i in ids]
         for i, request in enumerate(requests):
@@ -171,14 +169,21 @@ class LLMEngine:
             self.scheduler.check(request)
         return requests
 
+    def _check_ids(self, request_id: str, ids: list[str]) -> None:
+        """Whoever lives must go by another name: abort(name) has to mean one thing."""
+        for taken in {request_id, *ids}:
+            if taken in self._families or self.scheduler.get(taken) is not None:
+                raise ValueError(f"request_id {taken!r} is in use by a live request")
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Enqueue what prepare() made; all or, with a ValueError, nothing."""
+        ids = [request.request_id for request in requests]
+        family = ids[0].rpartition("-")[0] if len(ids) > 1 else None
+        self._check_ids(family or ids[0], ids)
         for request in requests:
             self.scheduler.check(request)
-        family = None
-        if len(requests) > 1:
-            family = requests[0].request_id.rpartition("-")[0]
-            self._families[family] = [r.request_id for r in requests]
+        if family is not None:
+            self._families[family] = ids
         for request in requests:
             if request.seed is None:
                 # From the engine's seed and the order of arrival: a fresh engine repeats it.
@@ -210,9 +215,7 @@ class LLMEngine:
         if vocab_size is not None and isinstance(token_ids, Sequence):
             bad = next((t for t in token_ids if isinstance(t, int) and t >= vocab_size), None)
             if bad is not None:
-                raise ValueError(
-                    f"prompt_token_ids has {bad}; the vocabulary is [0, {vocab_size})"
-                )
+                raise ValueError(f"prompt_token_ids has {bad}; it must be < {vocab_size}")
         return token_ids
 
     def _new_detokenizer(self, request: Request):
@@ -241,6 +244,7 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """One iteration; outputs for every request that got a token or ended."""
         plan = self.scheduler.schedule(self.clock.now())
+        self.stats.num_preemptions += len(plan.preempted)
         outputs = []
         if plan.scheduled:
             result = self.runner.run(plan)
@@ -311,6 +315,5 @@ class LLMEngine:
         stats.num_steps += 1
         stats.num_tokens += plan.num_tokens
         stats.num_rows += len(plan.scheduled)
-        stats.num_preemptions += len(plan.preempted)
         stats.num_slots += config.max_num_seqs
         stats.num_budget_tokens += config.max_num_batched_tokens

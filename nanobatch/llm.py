@@ -125,8 +125,11 @@ class LLM:
             messages: [{"role": "user", "content": "..."}, ...].
 
         Raises:
-            ValueError: the model has no chat template.
+            ValueError: messages are no such list, or the model has no chat template.
         """
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not is_list or not all(isinstance(message, dict) for message in messages):
+            raise ValueError(f"messages is {messages!r}; it must be a list of role and content")
         apply = getattr(self.tokenizer, "apply_chat_template", None)
         if apply is None:
             raise ValueError("this model's tokenizer has no chat template")

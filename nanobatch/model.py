@@ -66,6 +66,7 @@ class DecoderLayer(nn.Module):
         sin_TR: Tensor,
         attend: Attend,
     ) -> tuple[Tensor, Tensor]:
+        """The layer's output [T, E], not yet added, and the residual to add it to."""
         x_TE, residual_TE = self.input_norm(x_TE, residual_TE)
         heads_TXD = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
         q_THD, k_TKD, v_TKD = heads_TXD.split(self.heads, dim=1)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import cdiv
-from nanobatch.request import Request
+from nanobatch.request import Request, RequestStatus
 
 
 class Policy(Protocol):
@@ -72,3 +72,14 @@ def admits_on_demand(
     num_needed = num_blocks_next_step(request) - len(cached) + num_taken_by_hit
     num_needed += sum(num_blocks_next_step(r) - len(r.block_table) for r in scheduled)
     return num_needed <= allocator.num_free_blocks
+
+
+def waits_for_leader(request: Request, allocator: BlockAllocator) -> bool:
+    """Whether waiting a little turns the prompt of one of n siblings into a prefix hit."""
+    leader = request.leader
+    if leader is None or not allocator.enable_prefix_caching:
+        return False
+    num_full_blocks = (len(leader.prompt_token_ids) - 1) // allocator.block_size
+    num_shared = num_full_blocks * allocator.block_size
+    is_running = leader.status is RequestStatus.RUNNING
+    return is_running and leader.num_computed_tokens < num_shared

@@ -114,12 +114,12 @@ def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
 
 
 def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    def column(name: str) -> Tensor:
-        values = [[getattr(row.params, name)] for row in rows]
-        return torch.tensor(values, dtype=torch.float64, device=logits_RV.device)
-
     # In double, and the maximum taken off before the division: no temperature overflows.
     logits_RV = logits_RV.double() - logits_RV.amax(dim=-1, keepdim=True)
+
+    def column(name: str) -> Tensor:
+        return logits_RV.new_tensor([[getattr(row.params, name)] for row in rows])
+
     probs_RV = (logits_RV / column("temperature")).softmax(dim=-1)
     probs_RV[probs_RV < column("min_p") * probs_RV.amax(dim=-1, keepdim=True)] = 0
     vocab_size = probs_RV.shape[1]
@@ -131,7 +131,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
             )
     cumulative_RV = probs_RV.cumsum(dim=-1)
     total_R1 = cumulative_RV[:, -1:]
-    draw_R1 = torch.tensor([[_uniform(row)] for row in rows], dtype=torch.float64)
+    draw_R1 = logits_RV.new_tensor([[_uniform(row)] for row in rows])
     below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     draw_R1 = torch.minimum(draw_R1 * total_R1, below_total_R1)  # rounding must not reach it
     # right=True: the first token whose cumulative probability is above the draw; a token of

@@ -22,9 +22,7 @@ The life of a step:
 Always holds (invariants 7 to 11): the budget and max_num_seqs are kept; each running request
 gets at least one token in each step, before anyone is admitted; a step schedules something or
 the scheduler is idle; whoever was preempted comes back in order of arrival; abort returns
-every block at any time.
-
-No torch here: the plan is plain Python and the same on every machine.
+every block at any time. The plan is plain Python, and the same on every machine.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb and 07_the_engine.ipynb. Source:
 iteration-level scheduling of Orca (Yu et al., OSDI 2022), chunked prefill of Sarathi-Serve
@@ -39,7 +37,14 @@ from dataclasses import dataclass, field
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, cdiv
-from nanobatch.policy import FCFS, Policy, admits_on_demand, arrival, make_policy
+from nanobatch.policy import (
+    FCFS,
+    Policy,
+    admits_on_demand,
+    arrival,
+    make_policy,
+    waits_for_leader,
+)
 from nanobatch.request import Request, RequestStatus
 
 
@@ -237,16 +242,15 @@ class Scheduler:
         budget = config.max_num_batched_tokens - sum(tokens.values())
         for request in self._in_order(now):
             is_full = budget == 0 or len(self.running) == config.max_num_seqs
-            if is_full or self._leader_is_prefilling(request):
+            if is_full or waits_for_leader(request, self.allocator):
                 return
             cached = self.allocator.match_prefix(request.token_ids, request.cache_salt)
             num_cached = len(cached) * config.block_size
             num_left = request.num_tokens - num_cached
             num_tokens = min(num_left, budget)
             is_forbidden_chunk = num_tokens < num_left and not config.enable_chunked_prefill
-            if is_forbidden_chunk or not admits_on_demand(
-                request, cached, tokens, self.allocator
-            ):
+            has_room = admits_on_demand(request, cached, tokens, self.allocator)
+            if is_forbidden_chunk or not has_room:
                 return
             self.allocator.acquire(cached)
             request.block_table = cached
@@ -266,16 +270,6 @@ class Scheduler:
         if isinstance(self.policy, FCFS):
             return list(self.waiting)  # is in order of arrival
         return sorted(self.waiting, key=lambda r: (self.policy.key(r, now), arrival(r)))
-
-    def _leader_is_prefilling(self, request: Request) -> bool:
-        """Whether waiting a little will turn the prompt of n siblings into a prefix hit."""
-        leader = request.leader
-        if leader is None or not self.allocator.enable_prefix_caching:
-            return False
-        block_size = self.config.block_size
-        num_shared = (len(leader.prompt_token_ids) - 1) // block_size * block_size
-        is_running = leader.status is RequestStatus.RUNNING
-        return is_running and leader.num_computed_tokens < num_shared
 
     def update(
         self, plan: SchedulerOutput, token_ids: Mapping[str, Sequence[int]], now: float

@@ -101,7 +101,7 @@ class HFTokenizer:
         return self.hf(text).input_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self.hf.decode(token_ids, skip_special_tokens=True)
+        return self.hf.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def stream(self, prompt_token_ids: Sequence[int]) -> Stream:
         return _HFStream(self.hf.backend_tokenizer, prompt_token_ids)
@@ -143,6 +143,7 @@ class _HFStream:
         self._num_shown = 0  # characters of their text that were returned
 
     def step(self, token_id: int) -> str:
+        """The text that became certain with one more token."""
         try:
             text = self._stream.step(self._tokenizer, token_id) or ""
         except Exception as error:

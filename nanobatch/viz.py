@@ -58,7 +58,7 @@ def slot_timeline(
         bar = {"height": 0.86, "edgecolor": "white", "linewidth": 0.6, "zorder": 2}
         ax.barh(slot, finish - start, left=start, color=colour_of(i), **bar)
         ax.barh(slot, first - start, left=start, color=INK, alpha=0.45, height=0.86, zorder=3)
-        is_wide = finish - start > 0.03 * until
+        is_wide = finish - first > 0.025 * until
         if is_wide:
             middle = (first + finish) / 2
             ax.text(middle, slot, str(i), ha="center", va="center", fontsize=7, zorder=4)

@@ -197,8 +197,8 @@ def test_each_sentence_by_the_tokenizer_itself(name):
     for sentence in SENTENCES:
         ids = tokenizer.encode(sentence)
         assert tokenizer.decode(ids) == sentence
-        deltas = run(tokenizer, ids[:3], ids[3:])
-        assert tokenizer.decode(ids[:3]) + "".join(deltas) == sentence
+        deltas = run(tokenizer, ids[:1], ids[1:])
+        assert tokenizer.decode(ids[:1]) + "".join(deltas) == sentence
 
 
 @each_tokenizer
@@ -311,21 +311,6 @@ def test_hf_tokenizer(name):
     assert tokenizer.vocab_size == len(tokenizer.hf)
     # Space before punctuation is the text's own: no "clean up" may take it away.
     assert tokenizer.decode(tokenizer.encode("Hello , it 's")) == "Hello , it 's"
-
-
-def test_decode_cleans_nothing_up():
-    """Some checkpoints ask for it; the stream cannot, so decode must not either."""
-    tokenizer = HFTokenizer(
-        byte_level().hf.__class__(
-            tokenizer_object=byte_level().hf.backend_tokenizer,
-            eos_token="</s>",
-            clean_up_tokenization_spaces=True,
-        )
-    )
-    ids = tokenizer.encode("Hello , it 's")
-    assert "".join(run(tokenizer, ids[:1], ids[1:])) == expected_text(
-        tokenizer, ids[:1], ids[1:]
-    )
 
 
 def test_a_tokenizer_that_is_not_fast_is_refused():
