@@ -215,7 +215,7 @@ class LLMEngine:
         if vocab_size is not None and isinstance(token_ids, Sequence):
             bad = next((t for t in token_ids if isinstance(t, int) and t >= vocab_size), None)
             if bad is not None:
-                raise ValueError(f"prompt_token_ids has {bad}; it must be < {vocab_size}")
+                raise ValueError(f"prompt_token_ids has {bad}; not in [0, {vocab_size})")
         return token_ids
 
     def _new_detokenizer(self, request: Request):
