@@ -31,7 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from nanobatch import LLM, SamplingParams
+from nanobatch import LLM, EngineConfig, LLMEngine, ModelRunner, SamplingParams
 from nanobatch.attention import PagedAttend
 from nanobatch.batch import Row, pack
 from nanobatch.config import cdiv
@@ -223,13 +223,22 @@ def test_greedy_tokens_of_a_ragged_batch(checkpoint):
     wanted = [generate_alone(checkpoint, prompt) for prompt in checkpoint.prompts]
     assert len({token for tokens in wanted for token in tokens}) > NUM_NEW_TOKENS
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS)
-    for budget, max_num_seqs, block_size in [(3, 3, 4), (7, 4, 1), (16, 2, 16), (64, 4, 3)]:
-        llm = checkpoint.load(
-            max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, block_size=block_size
-        )
-        outs = llm.generate(checkpoint.prompts, params, progress=False)
-        assert [out.token_ids for out in outs] == wanted, f"{budget=} {block_size=}"
-        assert [out.finish_reason for out in outs] == ["length"] * len(wanted)
+    model = decoder_of(checkpoint.load())
+    for budget in (*range(1, 10), 64):  # the chunk size, while nobody decodes
+        for block_size in (1, 4, 16):
+            config = EngineConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=min(budget, 4),
+                block_size=block_size,
+            )
+            runner = ModelRunner(model, config)
+            engine = LLMEngine(runner.config, runner)
+            ids = [engine.add_request(prompt, params) for prompt in checkpoint.prompts]
+            outs = {}
+            while engine.has_unfinished():
+                outs |= {out.request_id: out for out in engine.step()}
+            assert [outs[i].token_ids for i in ids] == wanted, f"{budget=} {block_size=}"
+            assert {out.finish_reason for out in outs.values()} == {"length"}
 
 
 @pytest.mark.parametrize(
