@@ -33,8 +33,8 @@ from torch import Tensor
 
 from nanobatch.attention_masks import causal_mask, visible
 from nanobatch.batch import Batch
-from nanobatch.config import cdiv
-from nanobatch.fused_kernels import rope_and_write
+from nanobatch.config import ATTENTION_BACKENDS, cdiv, check_choice
+from nanobatch.fused_kernels import HAS_TRITON, rope_and_write
 
 MAX_GROUP_BLOCKS = 256
 
@@ -99,7 +99,7 @@ def paged_attention(
         scale: what the scores are multiplied by, usually D ** -0.5.
         sliding_window: keys that a query sees, itself included; None: all before it.
         softcap: see masked_attention.
-        backend: "torch", or "auto": the best for the device, which is torch.
+        backend: "torch", "triton", or "auto": Triton on CUDA where it is installed.
 
     Returns:
         [T, H, D]; tokens that belong to no sequence get zeros.
@@ -108,8 +108,14 @@ def paged_attention(
         ValueError: shapes do not agree, or the backend is not known.
     """
     _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD)
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend is {backend!r}; it must be one of 'auto', 'torch'")
+    check_choice("backend", backend, ATTENTION_BACKENDS)
+    if backend == "triton" or (backend == "auto" and q_THD.is_cuda and HAS_TRITON):
+        from nanobatch.paged_attention_kernel import triton_paged_attention
+
+        return triton_paged_attention(
+            q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale=scale,
+            sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
     _, K, P, _ = k_cache_NKPD.shape
     key = ("groups", K, P, sliding_window)
     if key not in batch.derived:  # the same for every layer: made once a step

@@ -59,6 +59,13 @@ class Batch:
     logits_indices_S: Tensor
     derived: dict = field(default_factory=dict, repr=False)
 
+    @property
+    def max_query_len(self) -> int:
+        """The most tokens that one sequence computes in this step."""
+        if "max_query_len" not in self.derived:
+            self.derived["max_query_len"] = int(self.query_start_loc.diff().max())
+        return self.derived["max_query_len"]
+
 
 def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu") -> Batch:
     """Pack rows into a Batch.
@@ -104,4 +111,6 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu
         "block_tables_SB": block_tables_SB,
         "logits_indices_S": query_start_loc[1:] - 1,
     }
-    return Batch(**{name: torch.from_numpy(a).to(device) for name, a in arrays.items()})
+    batch = Batch(**{name: torch.from_numpy(a).to(device) for name, a in arrays.items()})
+    batch.derived["max_query_len"] = int(query_lens_S.max())  # known here without a sync
+    return batch

@@ -23,7 +23,7 @@ BATCHING = ("continuous",)
 POLICIES = ("fcfs",)
 ADMISSIONS = ("on_demand",)
 PREEMPTIONS = ("recompute",)
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "triton")
 DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_FLOAT = sys.float_info.max
@@ -101,7 +101,8 @@ class EngineConfig:
         enable_chunked_prefill: a prompt may be computed over several steps.
         enable_prefix_caching: full blocks are found again by what is in them.
         preemption: "recompute": a preempted request starts anew from its tokens.
-        attention_backend: "torch"; "auto" is the best there is on the device.
+        attention_backend: "torch" or "triton" (on a CPU only in Triton's interpreter);
+            "auto" is the best there is on the device.
         cuda_graphs: replay captured decode steps (CUDA only).
         device: "cpu"; "auto" is the best there is.
         dtype: of weights and cache; "auto" on a CPU is bfloat16 where the CPU multiplies it

@@ -1,6 +1,11 @@
 """What lies between the matrix products: RMSNorm, RoPE and the write into the cache, SiLU.
 
-Each is a few lines of torch: the meaning of the operation, and what a CPU runs.
+Each operation stands here twice: as a few lines of torch, which say what it means and are
+what a CPU runs, and as a Triton kernel in elementwise_kernels.py, which reads and writes each
+number once. On CUDA the kernel is used, elsewhere its twin.
+
+Always holds: kernel and twin agree to the rounding of their number format; a token with slot
+-1 is written nowhere (invariant 14).
 
 Taught in notebooks/06_the_triton_kernel.ipynb. Sources: RMSNorm (Zhang and Sennrich, 2019);
 RoPE (Su et al., 2021) in the half-split form of Hugging Face's Llama; SwiGLU (Shazeer, 2020).
@@ -8,9 +13,13 @@ RoPE (Su et al., 2021) in the half-split form of Hugging Face's Llama; SwiGLU (S
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def rms_norm(
@@ -18,9 +27,15 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, if any, and scale each row to root mean square 1, then by weight.
 
+    Rows are along the last dimension, whatever stands before it.
+
     Returns:
         the normed rows [T, E], and the sum that went in: the next residual.
     """
+    if x_TE.is_cuda and HAS_TRITON:
+        from nanobatch.elementwise_kernels import triton_rms_norm
+
+        return triton_rms_norm(x_TE, weight_E, eps, residual_TE)
     if residual_TE is not None:
         x_TE = x_TE + residual_TE
     return F.rms_norm(x_TE, weight_E.shape, weight_E, eps), x_TE
@@ -67,6 +82,12 @@ def rope_and_write(
     slot_mapping_T: Tensor,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots; return the queries."""
+    if q_THD.is_cuda and HAS_TRITON:
+        from nanobatch.elementwise_kernels import triton_rope_and_write
+
+        return triton_rope_and_write(
+            q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T
+        )
     k_TKD = apply_rope(k_TKD, cos_TR, sin_TR)
     write_to_cache(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slot_mapping_T)
     return apply_rope(q_THD, cos_TR, sin_TR)
@@ -74,5 +95,9 @@ def rope_and_write(
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
     """SiLU of the first half of each row times the second half."""
+    if gate_up_TF.is_cuda and HAS_TRITON:
+        from nanobatch.elementwise_kernels import triton_silu_mul
+
+        return triton_silu_mul(gate_up_TF)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     return F.silu(gate) * up

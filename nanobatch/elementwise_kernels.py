@@ -1,0 +1,173 @@
+"""The Triton twins of fused_kernels.py: each number is read once and written once.
+
+None of these multiplies matrices, so all that counts is memory: the work of torch's separate
+operations (add, square, mean, multiply, ...) is done on one pass through registers.
+
+    rms_norm          a program takes a row:   x, residual -> sum, normed row
+    rope_and_write    a program takes a token and a head: q is rotated, k is rotated and goes
+                      with v to its slot of the paged cache
+    silu_mul          a program takes a run of elements
+
+Always holds (invariants 14 and 16): slot -1 writes nothing; slots are 64 bits wide before they
+are multiplied. Arithmetic is in float32, results in the format of the inputs.
+
+Taught in notebooks/06_the_triton_kernel.ipynb. Sources: see fused_kernels.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanobatch.config import cdiv
+
+SILU_BLOCK = 1024
+
+
+@triton.jit
+def rms_norm_kernel(
+    out_ptr,  # [T, E] the normed rows
+    sum_ptr,  # [T, E] x + residual: the next residual
+    x_ptr,  # [T, E]
+    residual_ptr,  # [T, E]
+    weight_ptr,  # [E]
+    eps,  # keeps a row of zeros from dividing by 0
+    E: tl.constexpr,  # elements of a row
+    E_PAD: tl.constexpr,  # the next power of two
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """One program normalizes one row."""
+    row = tl.program_id(0).to(tl.int64)
+    e_E = tl.arange(0, E_PAD)
+    is_e_E = e_E < E
+    element = out_ptr.dtype.element_ty
+    wide_E = tl.load(x_ptr + row * E + e_E, mask=is_e_E, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_E = tl.load(residual_ptr + row * E + e_E, mask=is_e_E, other=0.0)
+        sum_E = (wide_E + residual_E.to(tl.float32)).to(element)
+        tl.store(sum_ptr + row * E + e_E, sum_E, mask=is_e_E)
+        wide_E = sum_E.to(tl.float32)  # what is normed is what is stored
+    scale = tl.rsqrt(tl.sum(wide_E * wide_E, 0) / E + eps)
+    weight_E = tl.load(weight_ptr + e_E, mask=is_e_E, other=0.0).to(tl.float32)
+    normed_E = wide_E * scale * weight_E
+    tl.store(out_ptr + row * E + e_E, normed_E.to(element), mask=is_e_E)
+
+
+@triton.jit
+def rope_and_write_kernel(
+    q_out_ptr,  # [T, H, D] the rotated queries
+    k_cache_ptr,  # [N, K, P, D]
+    v_cache_ptr,  # [N, K, P, D]
+    q_ptr,  # [T, H, D]; heads and elements contiguous, as of k and v
+    k_ptr,  # [T, K, D]
+    v_ptr,  # [T, K, D]
+    cos_ptr,  # float32 [T, R] of each token's angles, R = D / 2
+    sin_ptr,  # float32 [T, R]
+    slot_ptr,  # int64 [T] block * P + offset, or -1
+    q_stride,  # elements from one token's queries to the next one's
+    k_stride,  # the same for keys
+    v_stride,  # the same for values
+    H: tl.constexpr,  # query heads
+    K: tl.constexpr,  # KV heads
+    D: tl.constexpr,  # head dimension
+    P: tl.constexpr,  # slots in a cache block
+    R: tl.constexpr,  # D / 2
+    R_PAD: tl.constexpr,  # the next power of two
+):
+    """One program takes one token and one head: the first H are queries, then K keys."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    r_R = tl.arange(0, R_PAD)
+    is_r_R = r_R < R
+    cos_R = tl.load(cos_ptr + token * R + r_R, mask=is_r_R, other=0.0)
+    sin_R = tl.load(sin_ptr + token * R + r_R, mask=is_r_R, other=0.0)
+    if head < H:
+        a_ptr = q_ptr + token * q_stride + head * D + r_R
+        to_ptr = q_out_ptr + (token * H + head) * D + r_R
+    else:
+        kv_head = head - H
+        slot = tl.load(slot_ptr + token)
+        if slot < 0:
+            return
+        a_ptr = k_ptr + token * k_stride + kv_head * D + r_R
+        where = ((slot // P * K + kv_head) * P + slot % P) * D
+        to_ptr = k_cache_ptr + where + r_R
+        from_ptr = v_ptr + token * v_stride + kv_head * D + r_R
+        v_to_ptr = v_cache_ptr + where + r_R
+        tl.store(v_to_ptr, tl.load(from_ptr, mask=is_r_R), mask=is_r_R)
+        tl.store(v_to_ptr + R, tl.load(from_ptr + R, mask=is_r_R), mask=is_r_R)
+    a_R = tl.load(a_ptr, mask=is_r_R, other=0.0).to(tl.float32)
+    b_R = tl.load(a_ptr + R, mask=is_r_R, other=0.0).to(tl.float32)
+    element = q_out_ptr.dtype.element_ty
+    tl.store(to_ptr, (a_R * cos_R - b_R * sin_R).to(element), mask=is_r_R)
+    tl.store(to_ptr + R, (b_R * cos_R + a_R * sin_R).to(element), mask=is_r_R)
+
+
+@triton.jit
+def silu_mul_kernel(
+    out_ptr,  # [T, F]
+    gate_up_ptr,  # [T, 2 F]: gate, then up
+    F: tl.constexpr,  # elements of an output row
+    BLOCK: tl.constexpr,  # elements of a program
+):
+    """One program takes BLOCK elements of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    f_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_f_F = f_F < F
+    gate_ptr = gate_up_ptr + row * (2 * F) + f_F
+    gate_F = tl.load(gate_ptr, mask=is_f_F, other=0.0).to(tl.float32)
+    up_F = tl.load(gate_ptr + F, mask=is_f_F, other=0.0).to(tl.float32)
+    product_F = gate_F * tl.sigmoid(gate_F) * up_F
+    tl.store(out_ptr + row * F + f_F, product_F.to(out_ptr.dtype.element_ty), mask=is_f_F)
+
+
+def triton_rms_norm(
+    x: Tensor, weight_E: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """fused_kernels.rms_norm, by the kernel."""
+    E = x.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    rms_norm_kernel[(x.numel() // E,)](
+        out, total, x, x if residual is None else residual.contiguous(), weight_E, eps,
+        E=E, E_PAD=triton.next_power_of_2(E), HAS_RESIDUAL=residual is not None,
+    )  # fmt: skip
+    return out, total
+
+
+def triton_rope_and_write(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    k_cache_NKPD: Tensor,
+    v_cache_NKPD: Tensor,
+    slot_mapping_T: Tensor,
+) -> Tensor:
+    """fused_kernels.rope_and_write, by the kernel."""
+    T, H, D = q_THD.shape
+    _, K, P, _ = k_cache_NKPD.shape
+    q_THD, k_TKD, v_TKD = (
+        x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (q_THD, k_TKD, v_TKD)
+    )
+    out_THD = q_THD.new_empty(T, H, D)
+    rope_and_write_kernel[(T, H + K)](
+        out_THD, k_cache_NKPD, v_cache_NKPD, q_THD, k_TKD, v_TKD, cos_TR, sin_TR,
+        slot_mapping_T, q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0),
+        H=H, K=K, D=D, P=P, R=D // 2, R_PAD=triton.next_power_of_2(D // 2), num_warps=1,
+    )  # fmt: skip
+    return out_THD
+
+
+def triton_silu_mul(gate_up: Tensor) -> Tensor:
+    """fused_kernels.silu_mul, by the kernel."""
+    gate_up = gate_up.contiguous()
+    F = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], F)
+    grid = (out.numel() // F, cdiv(F, SILU_BLOCK))
+    silu_mul_kernel[grid](out, gate_up, F=F, BLOCK=SILU_BLOCK)
+    return out

@@ -1,0 +1,376 @@
+"""Paged attention in Triton: any mix of prefill and decode in one launch.
+
+How the work is cut into programs. Group size G = H / K query heads share one KV head, so
+a program takes some query tokens of one sequence, all G heads of one KV head, and packs
+them into the M rows of a matrix product. Here G = 2, 4 tokens in 8 rows:
+
+    rows of the program            keys of the sequence, in tiles of 4
+    m  token  head            | tile 0      | tile 1      | tile 2
+    0  t5     h0              | x  x  x  x  | x  x  .  .  |            x  seen
+    1  t5     h1              | x  x  x  x  | x  x  .  .  |            .  masked
+    2  t6     h0              | x  x  x  x  | x  x  x  .  |
+    3  t6     h1              | x  x  x  x  | x  x  x  .  | never loaded: past the last
+    4  t7     h0              | x  x  x  x  | x  x  x  x  | query of this program
+    ...
+
+    grid = (query blocks, KV heads, splits)
+
+The same keys serve all G heads: K and V are read once, which is all that matters when one
+token is decoded. A key tile spans any number of cache blocks (or part of one): each of its
+positions looks up its own block id.
+
+*Online softmax* keeps, for each row, the largest score so far (m), the sum of exp2(score - m)
+(l) and the sum of exp2(score - m) * V (acc). A tile with a larger score rescales what came
+before by exp2(m_old - m_new). Scores are scaled by log2(e) beforehand, since exp2 is what the
+hardware has.
+
+*Split-KV*: with few sequences and long ones, query blocks x heads do not fill a GPU. Then
+each program takes one of NUM_SPLITS runs of tiles and writes its (acc, m, l), which
+`reduce_splits_kernel` joins. How many splits is a rule of the batch's shape alone
+(launch_plan), not of lengths on the device, so a captured graph stays right while sequences
+grow; splits that come out empty carry l = 0 and weigh nothing.
+
+Always holds (invariants 14 and 16): what lies in slots past a sequence's end is not loaded;
+block ids are widened to 64 bits before they are multiplied.
+
+Taught in notebooks/06_the_triton_kernel.ipynb. Sources: FlashAttention-2 (Dao, 2023),
+Flash-Decoding (Dao et al., 2023), and the unified Triton attention of vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanobatch.batch import Batch
+from nanobatch.config import cdiv
+
+LOG2_E = math.log2(math.e)
+MAX_SPLITS = 32
+
+
+@triton.jit
+def _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence whose query blocks include query_block, by binary search.
+
+    Sequence s owns blocks from query_start[s] // BLOCK_Q + s on: at least as many as it needs,
+    for any lengths, so the grid's size follows from T and S without looking at the lengths.
+    """
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        first = tl.load(query_start_ptr + middle) // BLOCK_Q + middle
+        if first <= query_block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def paged_attention_kernel(
+    out_ptr,  # [T, H, D] the result, if NUM_SPLITS is 1
+    acc_ptr,  # float32 [T, H, NUM_SPLITS, D] partial sums, if it is more
+    max_ptr,  # float32 [T, H, NUM_SPLITS] largest score of each split, in log2 units
+    sum_ptr,  # float32 [T, H, NUM_SPLITS] sum of exp2(score - max)
+    q_ptr,  # [T, H, D] queries; heads and elements contiguous
+    k_cache_ptr,  # [N, K, P, D]
+    v_cache_ptr,  # [N, K, P, D]
+    block_tables_ptr,  # int32 [S, B]
+    seq_lens_ptr,  # int32 [S] keys of each sequence
+    query_start_ptr,  # int32 [S + 1] first token of each sequence
+    num_seqs,  # S
+    q_stride,  # elements from one token's queries to the next one's
+    table_stride,  # elements from one row of block_tables to the next
+    scale_log2,  # scale * log2(e)
+    softcap,  # scores become softcap * tanh(score / softcap), if HAS_SOFTCAP
+    K: tl.constexpr,  # KV heads
+    G: tl.constexpr,  # query heads for each KV head
+    D: tl.constexpr,  # head dimension
+    D_PAD: tl.constexpr,  # the next power of two
+    P: tl.constexpr,  # slots in a cache block, a power of two
+    BLOCK_M: tl.constexpr,  # rows of the products: tokens x heads, at least 16 for tl.dot
+    BLOCK_Q: tl.constexpr,  # query tokens of a program: BLOCK_M // G
+    TILE: tl.constexpr,  # keys of one iteration
+    WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all before it
+    HAS_SOFTCAP: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,  # runs of tiles that share one query block's keys
+    WIDEN: tl.constexpr,  # multiply in float32: Triton's interpreter knows no bfloat16 product
+):
+    query_block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq = _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q)
+    query_start = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - query_start
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first_query = (query_block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
+    if first_query >= query_len:
+        return  # one of the blocks that a sequence owns but does not need
+
+    row_M = tl.arange(0, BLOCK_M)
+    d_D = tl.arange(0, D_PAD)
+    query_M = first_query + row_M // G
+    head_M = kv_head * G + row_M % G
+    is_row_M = (row_M < BLOCK_Q * G) & (query_M < query_len)
+    is_d_D = d_D < D
+    token_M = (query_start + query_M).to(tl.int64)
+    q_MD = tl.load(
+        q_ptr + token_M[:, None] * q_stride + head_M[:, None] * D + d_D[None, :],
+        mask=is_row_M[:, None] & is_d_D[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q_MD = q_MD.to(tl.float32)
+
+    # The queries are the sequence's last positions: the mask's corner is at the bottom right.
+    context_len = seq_len - query_len
+    pos_M = context_len + query_M
+    last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    end_tile = (context_len + last_query) // TILE + 1
+    first_tile = 0
+    if WINDOW > 0:
+        first_tile = tl.maximum(context_len + first_query - WINDOW + 1, 0) // TILE
+    tiles_per_split = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
+    first_tile += split * tiles_per_split
+    end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
+
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    for tile in range(first_tile, end_tile):
+        pos_L = tile * TILE + tl.arange(0, TILE)
+        is_key_L = pos_L < seq_len
+        block_L = tl.load(
+            block_tables_ptr + seq * table_stride + pos_L // P, mask=is_key_L, other=0
+        )
+        # 64 bits before multiplying: a cache of more than 2**31 elements is ordinary.
+        slot_L = (block_L.to(tl.int64) * K + kv_head) * P + pos_L % P
+        where_LD = slot_L[:, None] * D + d_D[None, :]
+        is_here_LD = is_key_L[:, None] & is_d_D[None, :]
+        k_LD = tl.load(k_cache_ptr + where_LD, mask=is_here_LD, other=0.0)
+        # Zeroed and not only masked: an unused slot may hold NaN, and 0 * NaN is NaN.
+        v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0)
+        if WIDEN:
+            k_LD, v_LD = k_LD.to(tl.float32), v_LD.to(tl.float32)
+
+        score_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee") * scale_log2
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp2(2 x log2(e)) + 1), and log2(e) is in the score already.
+            tanh_ML = 1 - 2 / (tl.exp2(2 * score_ML / softcap) + 1)
+            score_ML = softcap * 1.4426950408889634 * tanh_ML
+        sees_ML = pos_L[None, :] <= pos_M[:, None]
+        if WINDOW > 0:
+            sees_ML &= pos_L[None, :] > pos_M[:, None] - WINDOW
+        score_ML = tl.where(sees_ML, score_ML, float("-inf"))
+
+        new_max_M = tl.maximum(max_M, tl.max(score_ML, 1))
+        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        rescale_M = tl.exp2(max_M - base_M)
+        p_ML = tl.exp2(score_ML - base_M[:, None])
+        sum_M = sum_M * rescale_M + tl.sum(p_ML, 1)
+        acc_MD = acc_MD * rescale_M[:, None]
+        acc_MD = tl.dot(p_ML.to(v_LD.dtype), v_LD, acc_MD, input_precision="ieee")
+        max_M = new_max_M
+
+    row_of_out_M = token_M * (K * G) + head_M
+    is_out_MD = is_row_M[:, None] & is_d_D[None, :]
+    if NUM_SPLITS == 1:
+        out_MD = acc_MD / sum_M[:, None]
+        tl.store(
+            out_ptr + row_of_out_M[:, None] * D + d_D[None, :],
+            out_MD.to(out_ptr.dtype.element_ty),
+            mask=is_out_MD,
+        )
+    else:
+        part_M = row_of_out_M * NUM_SPLITS + split
+        tl.store(max_ptr + part_M, max_M, mask=is_row_M)
+        tl.store(sum_ptr + part_M, sum_M, mask=is_row_M)
+        tl.store(acc_ptr + part_M[:, None] * D + d_D[None, :], acc_MD, mask=is_out_MD)
+
+
+@triton.jit
+def reduce_splits_kernel(
+    out_ptr,  # [T, H, D] the result
+    acc_ptr,  # float32 [T, H, NUM_SPLITS, D] partial sums
+    max_ptr,  # float32 [T, H, NUM_SPLITS] largest score of each split
+    sum_ptr,  # float32 [T, H, NUM_SPLITS] sum of exp2(score - max)
+    D: tl.constexpr,  # head dimension
+    D_PAD: tl.constexpr,  # the next power of two
+    NUM_SPLITS: tl.constexpr,  # a power of two
+):
+    """Join the splits of one token's head: each weighs exp2(its max - the largest max)."""
+    row = tl.program_id(0).to(tl.int64)  # token * H + head
+    part_X = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    d_D = tl.arange(0, D_PAD)
+    max_X, sum_X = tl.load(max_ptr + part_X), tl.load(sum_ptr + part_X)
+    # An empty split has seen no key: its sum is 0, its max -inf, and it weighs nothing.
+    weight_X = tl.where(sum_X > 0, tl.exp2(max_X - tl.max(max_X, 0)), 0.0)
+    acc_XD = tl.load(
+        acc_ptr + part_X[:, None] * D + d_D[None, :],
+        mask=(d_D < D)[None, :] & (sum_X > 0)[:, None],
+        other=0.0,
+    )
+    out_D = tl.sum(acc_XD * weight_X[:, None], 0) / tl.sum(sum_X * weight_X, 0)
+    tl.store(out_ptr + row * D + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < D)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How one launch is cut up. Numbers of rows, keys, programs."""
+
+    block_m: int  # rows of a program's products
+    block_q: int  # query tokens of a program
+    tile: int  # keys of one iteration
+    num_splits: int  # programs that share one query block's keys
+    grid: tuple[int, int, int]  # query blocks, KV heads, splits
+    num_warps: int
+    num_stages: int
+
+
+def launch_plan(
+    num_tokens: int,
+    num_seqs: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    num_sms: int,
+) -> LaunchPlan:
+    """Choose the launch from shapes alone, never from sequence lengths on the device.
+
+    Rows: as many as the longest query fills, from 16 (tl.dot's least) to 128; 64 for large
+    heads, 16 in float32, which has no matrix units and would run out of registers (read from
+    the machine code: tests/test_compiled_kernels.py). Keys: tiles of 64, fewer for large
+    heads. Splits: only when all decode, and then enough for two programs a multiprocessor, a
+    power of two, at most MAX_SPLITS.
+
+    Args:
+        num_tokens, num_seqs, max_query_len: T, S, and the most query tokens of a sequence.
+        num_heads, num_kv_heads, head_dim: H, K, D.
+        itemsize: bytes of one number of the cache.
+        num_sms: multiprocessors of the GPU.
+    """
+    group = num_heads // num_kv_heads
+    is_large, is_float32 = head_dim > 128, itemsize == 4
+    most_rows = 16 if is_float32 else 64 if is_large else 128
+    rows = min(max_query_len * group, most_rows)
+    block_m = max(16, triton.next_power_of_2(group), triton.next_power_of_2(rows))
+    block_q = block_m // group
+    num_splits = 1
+    if max_query_len == 1:
+        num_splits = triton.next_power_of_2(cdiv(2 * num_sms, num_seqs * num_kv_heads))
+    num_splits = min(num_splits, MAX_SPLITS)
+    return LaunchPlan(
+        block_m=block_m,
+        block_q=block_q,
+        tile=64 if not is_large else 16 if is_float32 else 32,
+        num_splits=num_splits,
+        grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
+        num_warps=8 if block_m >= 128 else 4,
+        num_stages=2,
+    )
+
+
+def keys_of_program(
+    plan: LaunchPlan,
+    query_start_loc: Sequence[int],
+    seq_lens: Sequence[int],
+    query_block: int,
+    split: int = 0,
+    sliding_window: int | None = None,
+) -> tuple[int, int, int]:
+    """What one program reads, computed as the kernel does: (sequence, first key, end key).
+
+    Keys are positions; first == end for a program that reads nothing. It reads
+    2 * (end - first) * head_dim numbers of the cache: keys and values of one KV head.
+    """
+    owns = [start // plan.block_q + s for s, start in enumerate(query_start_loc[:-1])]
+    seq = max(s for s, first in enumerate(owns) if first <= query_block)
+    query_len = query_start_loc[seq + 1] - query_start_loc[seq]
+    first_query = (query_block - owns[seq]) * plan.block_q
+    if first_query >= query_len:
+        return seq, 0, 0
+    context_len = seq_lens[seq] - query_len
+    last_query = min(first_query + plan.block_q, query_len) - 1
+    end_tile = (context_len + last_query) // plan.tile + 1
+    first_tile = 0
+    if sliding_window is not None:
+        first_tile = max(context_len + first_query - sliding_window + 1, 0) // plan.tile
+    tiles_per_split = cdiv(end_tile - first_tile, plan.num_splits)
+    first_tile += split * tiles_per_split
+    end_tile = min(end_tile, first_tile + tiles_per_split)
+    end = min(end_tile * plan.tile, seq_lens[seq])
+    return seq, min(first_tile * plan.tile, end), end
+
+
+def triton_paged_attention(
+    q_THD: Tensor,
+    k_cache_NKPD: Tensor,
+    v_cache_NKPD: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    plan: LaunchPlan | None = None,
+) -> Tensor:
+    """What attention.paged_attention says, by the kernels above; shapes are checked there.
+
+    Args:
+        plan: how to cut the work up; by default launch_plan's choice.
+
+    Raises:
+        ValueError: the block size is not a power of two, or the tensors are on a CPU and
+            Triton's interpreter is off.
+    """
+    T, H, D = q_THD.shape
+    _, K, P, _ = k_cache_NKPD.shape
+    is_power_of_two = triton.next_power_of_2(P) == P
+    if not is_power_of_two:
+        raise ValueError(f"block_size is {P}; the Triton kernels need a power of two")
+    is_interpreted = triton.knobs.runtime.interpret
+    if not q_THD.is_cuda and not is_interpreted:
+        raise ValueError(
+            "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
+            "before triton is imported, or use 'torch'"
+        )
+    S = len(batch.seq_lens_S)
+    if plan is None:
+        num_sms = 1
+        if q_THD.is_cuda:
+            num_sms = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
+        itemsize = k_cache_NKPD.element_size()
+        plan = launch_plan(T, S, batch.max_query_len, H, K, D, itemsize, num_sms)
+    if q_THD.stride()[1:] != (D, 1):
+        q_THD = q_THD.contiguous()
+    out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0
+    # Float32 partial results, if there are splits to join.
+    parts = (T, H, plan.num_splits) if plan.num_splits > 1 else (0, 0, 0)
+    acc, largest, total = (
+        torch.empty(shape, dtype=torch.float32, device=q_THD.device)
+        for shape in ((*parts, D), parts, parts)
+    )
+    D_PAD = triton.next_power_of_2(D)
+    paged_attention_kernel[plan.grid](
+        out_THD, acc, largest, total, q_THD, k_cache_NKPD, v_cache_NKPD,
+        batch.block_tables_SB, batch.seq_lens_S, batch.query_start_loc, S,
+        q_THD.stride(0), batch.block_tables_SB.stride(0), scale * LOG2_E, softcap or 0.0,
+        K=K, G=H // K, D=D, D_PAD=D_PAD, P=P,
+        BLOCK_M=plan.block_m, BLOCK_Q=plan.block_q, TILE=plan.tile,
+        WINDOW=sliding_window or 0, HAS_SOFTCAP=softcap is not None,
+        NUM_SPLITS=plan.num_splits, WIDEN=is_interpreted,
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
+    if plan.num_splits > 1:
+        reduce_splits_kernel[(T * H,)](
+            out_THD, acc, largest, total, D=D, D_PAD=D_PAD, NUM_SPLITS=plan.num_splits
+        )
+    return out_THD

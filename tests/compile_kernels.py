@@ -1,0 +1,126 @@
+"""Compile every kernel for a GPU that need not be there, and read its machine code.
+
+    python tests/compile_kernels.py 90 bf16 > report.json
+
+A script of its own, since Triton's interpreter must be off in the process that compiles.
+For each kernel and shape it prints registers, stack, shared memory, and counts of the
+instructions that decide its speed, read with the tools inside Triton's own package.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nanobatch import elementwise_kernels, paged_attention_kernel
+from nanobatch.paged_attention_kernel import launch_plan
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+INT_POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "query_start_ptr": "*i32"}
+FLOAT_POINTERS = {"acc_ptr", "max_ptr", "sum_ptr", "cos_ptr", "sin_ptr"}
+FLOATS = {"scale_log2", "softcap", "eps"}
+# (name, H, K, D): Llama-2-7B, Llama-3-8B, SmolLM2, and shapes that are no powers of two
+SHAPES = [("llama2", 32, 32, 128), ("llama3", 32, 8, 128), ("smollm2", 9, 3, 64)]
+SHAPES += [("d80", 32, 8, 80), ("d96", 32, 8, 96), ("d256", 16, 8, 256)]
+
+
+def kernels(dtype: str, num_sms: int):
+    """(name, function, constants, options) of everything that is launched."""
+    for name, H, K, D in SHAPES:
+        shapes = [("decode", 64, 64, 1), ("split", 1, 1, 1), ("prefill", 8192, 8, 1024)]
+        for kind, T, S, longest in shapes:
+            plan = launch_plan(T, S, longest, H, K, D, ITEMSIZE[dtype], num_sms)
+            constants = {
+                "K": K, "G": H // K, "D": D, "D_PAD": triton.next_power_of_2(D), "P": 16,
+                "BLOCK_M": plan.block_m, "BLOCK_Q": plan.block_q, "TILE": plan.tile,
+                "WINDOW": 0, "HAS_SOFTCAP": False, "NUM_SPLITS": plan.num_splits,
+                "WIDEN": False,
+            }  # fmt: skip
+            options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+            function = paged_attention_kernel.paged_attention_kernel
+            yield f"{kind} {name}", function, constants, options
+    constants = {"D": 128, "D_PAD": 128, "NUM_SPLITS": 32}
+    yield "reduce splits", paged_attention_kernel.reduce_splits_kernel, constants, {}
+    constants = {"E": 4096, "E_PAD": 4096, "HAS_RESIDUAL": True}
+    yield "rms norm", elementwise_kernels.rms_norm_kernel, constants, {}
+    constants = {"H": 32, "K": 8, "D": 128, "P": 16, "R": 64, "R_PAD": 64}
+    yield "rope", elementwise_kernels.rope_and_write_kernel, constants, {"num_warps": 1}
+    yield "silu", elementwise_kernels.silu_mul_kernel, {"F": 11008, "BLOCK": 1024}, {}
+
+
+def signature(function, constants: dict, dtype: str) -> dict[str, str]:
+    types = {}
+    for name in function.arg_names:
+        is_float_pointer = name in FLOAT_POINTERS and "eps" not in function.arg_names
+        if name in constants:
+            types[name] = "constexpr"
+        elif name == "slot_ptr":
+            types[name] = "*i64"
+        elif name.endswith("_ptr"):
+            types[name] = INT_POINTERS.get(name, "*fp32" if is_float_pointer else f"*{dtype}")
+        else:
+            types[name] = "fp32" if name in FLOATS else "i32"
+    return types
+
+
+def report(function, constants: dict, options: dict, dtype: str, capability: int) -> dict:
+    names = function.arg_names
+    # The launcher promises that pointers and strides are multiples of 16 when they are.
+    hints = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name.endswith("_ptr")
+        or name.endswith("q_stride")
+        or name in ("k_stride", "v_stride")
+    }
+    by_position = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature(function, constants, dtype), by_position, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = output(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
+        code = output(TOOLS / "nvdisasm", "-c", file.name)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+
+    def count(pattern: str) -> int:
+        return len(re.findall(rf"\b(?:{pattern})\b", code))
+
+    return {
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": compiled.metadata.shared,
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
+        "spills": count(r"STL[.\w]*|LDL[.\w]*"),
+        "matrix": count(r"HMMA[.\w]*|[HQ]GMMA[.\w]*|UTC\w*MMA[.\w]*"),
+        "copies_16_byte": count(r"LDGSTS[.\w]*128"),
+        "loads_16_byte": count(r"LDG[.\w]*128"),
+        "copies": count(r"LDGSTS[.\w]*"),
+    }
+
+
+def output(*command) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    capability, dtype = int(sys.argv[1]), sys.argv[2]
+    wanted = sys.argv[3:]
+    num_sms = {75: 40, 80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[capability]
+    rows = {
+        name: report(function, constants, options, dtype, capability)
+        for name, function, constants, options in kernels(dtype, num_sms)
+        if not wanted or name in wanted
+    }
+    json.dump(rows, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
