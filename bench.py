@@ -1,7 +1,7 @@
 """Measure batching: the same requests through every rung of the ladder.
 
     python bench.py                              a table, under a minute, nothing to download
-    python bench.py --model smollm2 --num-prompts 16
+    python bench.py --model smollm2 --num-prompts 16 --max-num-seqs 4 --output-len 16 --repeat 1
     python bench.py --save-json out.json --plot out.png
 
 The rungs, each on the identical requests, all of which arrive at once:
@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 import nanobatch
-from nanobatch.config import EngineConfig
+from nanobatch.config import DTYPES, EngineConfig
 from nanobatch.engine import LLMEngine, WallClock
 from nanobatch.loader import load
 from nanobatch.metrics import summarize
@@ -181,7 +181,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="tiny", help="anything LLM() takes (default: %(default)s)")
-    add("--dtype", default="float32", help="float32 keeps greedy tokens comparable")
+    add(
+        "--dtype",
+        default="float32",
+        choices=DTYPES,
+        help="float32 keeps greedy tokens comparable",
+    )
     add("--num-prompts", type=int, default=48)
     add("--input-len", type=int, default=32, help="mean tokens of a prompt's own part")
     add("--output-len", type=int, default=48, help="mean tokens of an output")
@@ -196,11 +201,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save-json", metavar="FILE")
     add("--plot", metavar="FILE", help="bars of the table, and FILE's twin *_timeline")
     args = parser.parse_args(argv)
-    for name in ("num_prompts", "input_len", "output_len", "max_num_seqs", "repeat"):
-        if getattr(args, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1"
-            )
+    least = dict.fromkeys(("prefix_len", "sigma"), 0)
+    least |= dict.fromkeys(
+        ("num_prompts", "input_len", "output_len", "block_size", "repeat"), 1
+    )
+    least |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "threads"), 1)
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= 1e9:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be >= {low}")
+    for name in ("save_json", "plot"):  # found out now, not after the measurement
+        file = getattr(args, name)
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            parser.error(f"--{name.replace('_', '-')} is {file}; there is no such directory")
+    if args.plot is not None and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--plot is {args.plot}; it must end in .png, .pdf or .svg")
     return args
 
 
@@ -262,4 +277,7 @@ def plot(file: Path, systems: dict, runs: dict[str, list[Run]], args) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, FileNotFoundError) as error:  # what the user asked for cannot be
+        sys.exit(f"bench.py: {error}")

@@ -6,8 +6,8 @@ has to ask again whether a number makes sense. `dataclasses.replace` checks anew
 Always holds: every field is of its type and in its range, and the fields agree with each
 other. An error names the field, the value and what is allowed.
 
-Also here, because the whole package leans on them: `cdiv`, and the checks (`check_int`,
-`check_float`, `check_choice`) that `SamplingParams` uses too.
+Also here, because the whole package leans on them: `cdiv`, and the checks (`check_int` and
+its like) that requests use too.
 
 Names follow vLLM's EngineArgs and Hugging Face's config.json.
 """
@@ -60,7 +60,7 @@ def check_float(
 
 
 def check_token_ids(name: str, token_ids: object) -> None:
-    """Raise ValueError unless token_ids is a list or tuple of ints >= 0."""
+    """Raise ValueError unless token_ids is a sequence of ints >= 0."""
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
         raise ValueError(f"{name} is {token_ids!r}; it must be a list of ints >= 0")
     for token_id in token_ids:
@@ -88,15 +88,16 @@ class EngineConfig:
 
     Attributes:
         block_size: tokens in a block of the KV cache.
-        num_blocks: blocks in the pool; None: as many as the memory allows (ModelRunner says
-            how many that is).
-        num_host_blocks: blocks of host memory to swap to.
+        num_blocks: blocks in the pool; None: what max_num_seqs requests of max_model_len
+            need, at most 2 GiB (ModelRunner.config has the number).
+        num_host_blocks: blocks of host memory to swap to (preemption by swap is to come).
         max_num_seqs: most requests in `running` at once.
         max_num_batched_tokens: the token budget of one step.
         max_model_len: most tokens of a request, prompt and output; None: the model's own.
         batching: "continuous": anyone may join at any step.
         policy: "fcfs": first come, first served.
-        max_wait: seconds after which a waiting request comes first under any policy.
+        max_wait: seconds after which a waiting request comes first under any policy; under
+            "fcfs" it comes first anyway.
         admission: "on_demand": enter on what is needed now; preempt when that was wrong.
         enable_chunked_prefill: a prompt may be computed over several steps.
         enable_prefix_caching: full blocks are found again by what is in them.
@@ -107,7 +108,7 @@ class EngineConfig:
         device: "cpu"; "auto" is the best there is.
         dtype: of weights and cache; "auto" on a CPU is bfloat16 where the CPU multiplies it
             in hardware (AVX-512 BF16 or AMX), else float32.
-        gpu_memory_utilization: share of a GPU's memory that may be used.
+        gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
         tensor_parallel_size: GPUs that share one model.
         seed: of the random streams of requests that bring no seed.
 

@@ -31,6 +31,7 @@ from nanobatch.config import EngineConfig
 from nanobatch.metrics import EngineStats
 from nanobatch.request import Request, RequestOutput, SamplingParams
 from nanobatch.scheduler import Scheduler, SchedulerOutput
+from nanobatch.tokenizer import IncrementalDetokenizer
 
 
 @dataclass
@@ -67,7 +68,7 @@ class WallClock:
 class _Progress:
     """What the engine keeps of a live request besides the Request itself."""
 
-    detokenizer: object | None  # an IncrementalDetokenizer where there is a tokenizer
+    detokenizer: IncrementalDetokenizer | None  # where there is a tokenizer
     logprobs: list[dict[int, float]] | None
     family: str | None  # the id that n siblings were added under
 
@@ -124,7 +125,8 @@ class LLMEngine:
     ) -> str:
         """Enqueue a prompt (text or token ids) and return its request id.
 
-        With params.n > 1 the outputs come under the ids `id-0`, `id-1`, ...
+        With params.n > 1 the outputs come under the ids `id-0`, `id-1`, ... The arrival time
+        (by default now) counts for order and metrics; the request may be served at once.
 
         Raises:
             ValueError: the prompt is empty, too long, or not in the vocabulary; text without
@@ -152,13 +154,13 @@ class LLMEngine:
             raise ValueError(
                 f"stop is {params.stop!r}; stop strings need a model with a tokenizer"
             )
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise ValueError(f"request_id is {request_id!r}; it must be a non-empty string")
         token_ids = self._encode(prompt)
         arrival_time = self.clock.now() if arrival_time is None else arrival_time
         request_id = self._new_id() if request_id is None else request_id
-        eos = (
-            *getattr(self.runner, "eos_token_ids", ()),
-            *getattr(self.tokenizer, "eos_token_ids", ()),
-        )
+        sources = (self.runner, self.tokenizer)
+        eos = [t for source in sources for t in getattr(source, "eos_token_ids", ())]
         ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         self._check_ids(request_id, ids)
         shared = {"arrival_time": arrival_time, "priority": priority, "cache_salt": cache_salt}
@@ -208,6 +210,7 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the prompt is text, and the model has no tokenizer")
+            prompt.encode()  # a lone surrogate is no text: UnicodeEncodeError, a ValueError
             token_ids = self.tokenizer.encode(prompt) if prompt else []
         else:
             token_ids = prompt
@@ -221,8 +224,6 @@ class LLMEngine:
     def _new_detokenizer(self, request: Request):
         if self.tokenizer is None:
             return None
-        from nanobatch.tokenizer import IncrementalDetokenizer
-
         stream = self.tokenizer.stream(request.prompt_token_ids)
         return IncrementalDetokenizer(stream, request.params.stop, request.params.min_tokens)
 

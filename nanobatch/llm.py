@@ -45,6 +45,8 @@ class LLM:
     """
 
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides):
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ValueError(f"config is {config!r}; it must be an EngineConfig")
         names = {f.name for f in dataclasses.fields(EngineConfig)}
         unknown = sorted(set(overrides) - names)
         if unknown:
@@ -78,10 +80,16 @@ class LLM:
         Raises:
             ValueError: a prompt or a parameter is refused; nothing was queued.
         """
+        if not isinstance(prompts, (str, list, tuple)):
+            raise ValueError(f"prompts is {prompts!r}; it must be text, a list of ids, or many")
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         prompts = [prompts] if is_one else list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params] * len(prompts)
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(
+                f"params is {params!r}; it must be SamplingParams, or one for each"
+            )
         if len(params) != len(prompts):
             raise ValueError(f"params has {len(params)} entries for {len(prompts)} prompts")
         families = [self.engine.prepare(p, q) for p, q in zip(prompts, params, strict=True)]
@@ -127,9 +135,17 @@ class LLM:
         Raises:
             ValueError: messages are no such list, or the model has no chat template.
         """
-        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-        if not is_list or not all(isinstance(message, dict) for message in messages):
-            raise ValueError(f"messages is {messages!r}; it must be a list of role and content")
+        is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+        for message in messages if is_list else [None]:
+            is_message = isinstance(message, dict) and all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            )
+            if not is_message:
+                raise ValueError(
+                    f"messages has {message!r}; each must be a dict with role and content"
+                )
+        if params is not None and getattr(params, "n", 1) > 1:
+            raise ValueError(f"n is {params.n}; a chat has one answer")
         apply = getattr(self.tokenizer, "apply_chat_template", None)
         if apply is None:
             raise ValueError("this model's tokenizer has no chat template")

@@ -33,6 +33,7 @@ from nanobatch.model import Decoder
 from nanobatch.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+BYTE_TOKENIZER = "byte_tokenizer"  # a file of this name says that tokens are bytes
 TINY_DIR = Path(__file__).parent / "tiny_model"
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
 
@@ -101,8 +102,7 @@ def load(name: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> L
         tokenizer = _hf_tokenizer(path.parent, path) if checkpoint.has_tokenizer else None
         return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
     checkpoint = HFDirectory(path)
-    tokenizer = ByteTokenizer() if path == TINY_DIR else _hf_tokenizer(path)
-    return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
+    return LoadedModel(_build(checkpoint, dtype, device), _hf_tokenizer(path))
 
 
 def _find(name: str) -> Path:
@@ -115,6 +115,8 @@ def _find(name: str) -> Path:
         return _from_hub(SMOLLM2, local_only=True) or (
             files[0] if files else _download(SMOLLM2)
         )
+    if not name:
+        raise FileNotFoundError("model is ''; it must be a name or a path")
     path = Path(name).expanduser()
     if os.path.exists(path):  # Path.exists raises for a name that is too long
         if path.is_dir() or path.suffix == ".gguf":
@@ -153,6 +155,8 @@ def _from_hub(hub_id: str, local_only: bool) -> Path | None:
 
 def _hf_tokenizer(directory: Path, gguf_file: Path | None = None) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None where it has none."""
+    if (directory / BYTE_TOKENIZER).exists():
+        return ByteTokenizer()
     if gguf_file is None and not (directory / "tokenizer.json").exists():
         return None
     from transformers import AutoTokenizer

@@ -26,7 +26,8 @@ from nanobatch.request import Request
 from nanobatch.sampler import SamplingRow, sample
 from nanobatch.scheduler import ScheduledRequest, SchedulerOutput
 
-CPU_CACHE_BYTES = 2 * 2**30
+CPU_CACHE_BYTES = 2 * 2**30  # of the cache, unless num_blocks says how much
+MAX_CACHE_BYTES = 2**40
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -70,6 +71,12 @@ class ModelRunner:
             self.config.block_size,
             model.config.head_dim,
         )
+        size = bytes_per_block(model.config, self.config.block_size, self.dtype)
+        if self.config.num_blocks * size > MAX_CACHE_BYTES:
+            raise ValueError(
+                f"num_blocks is {self.config.num_blocks}; with {size} bytes a block it must be "
+                f"<= {MAX_CACHE_BYTES // size}"
+            )
         # Not zeroed: pages of memory that no block uses are never touched (invariant 14).
         self.caches = [
             (

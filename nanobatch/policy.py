@@ -23,7 +23,7 @@ class Policy(Protocol):
     """What the scheduler asks of a policy."""
 
     def key(self, request: Request, now: float) -> object:
-        """Comparable; the smallest is served next, the largest is preempted first."""
+        """Comparable; the request with the smallest is admitted next."""
         ...
 
 

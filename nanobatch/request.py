@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 from nanobatch.config import check_bool, check_float, check_int, check_token_ids
 
+MAX_N = 10_000  # outputs of one prompt
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -47,7 +49,8 @@ class SamplingParams:
             is one stop.
         stop_token_ids: tokens that end the request, also under ignore_eos.
         ignore_eos: go on after the end-of-text token.
-        logprobs: None: none; k: for each token the k best log-probabilities and its own.
+        logprobs: None: none; k: for each token the k best log-probabilities and its own, of
+            the raw logits: before penalties, temperature and the rest.
         presence_penalty: subtracted once for a token that the output has.
         frequency_penalty: subtracted for each time that the output has the token.
         repetition_penalty: divides (if positive, else multiplies) the logits of tokens that
@@ -89,7 +92,7 @@ class SamplingParams:
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_float("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
-        check_int("n", self.n, 1)
+        check_int("n", self.n, 1, MAX_N)
         self._freeze_stops()
 
     def _freeze_stops(self):
@@ -165,7 +168,7 @@ class Request:
         prompt_token_ids: the prompt, at least one token.
         params: how to sample and when to stop.
         arrival_time: seconds on the engine's clock.
-        priority: lower is served first under policy "priority".
+        priority: for policies that look at it; lower is served first.
         cache_salt: only requests of equal salt share cached blocks. None is a salt of its
             own, shared by all that name none; "" is a salt like any other.
         eos_token_ids: tokens that end the text unless params.ignore_eos.

@@ -28,6 +28,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nanobatch.request import SamplingParams
 
+NOT_NUMBERS = "the model's logits are NaN or infinite"
+NOTHING_LEFT = "penalties and min_tokens leave no token to sample"
+
 
 @dataclass(frozen=True)
 class SamplingRow:
@@ -64,7 +67,8 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     logits_SV = _adjust(raw_SV, rows)
     best_S = logits_SV.max(dim=-1)
     # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
-    is_ok = raw_SV.amax(dim=-1).isfinite().logical_and(best_S.values.isfinite()).tolist()
+    is_number = raw_SV.amax(dim=-1).isfinite().tolist()
+    is_ok = [a and b for a, b in zip(is_number, best_S.values.isfinite().tolist(), strict=True)]
     tokens = best_S.indices.tolist()
     random_rows = [i for i, row in enumerate(rows) if is_ok[i] and row.params.temperature > 0]
     if random_rows:
@@ -74,7 +78,7 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     return [
         Sampled(tokens[i], _logprobs(raw_SV[i], rows[i].params.logprobs, tokens[i]))
         if is_ok[i]
-        else Sampled(error="the model's logits are NaN or infinite")
+        else Sampled(error=NOT_NUMBERS if not is_number[i] else NOTHING_LEFT)
         for i in range(len(rows))
     ]
 

@@ -186,7 +186,7 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
         plan = SchedulerOutput()
-        tokens: dict[Request, int] = {}  # the plan being made; preemption takes rows out again
+        tokens: dict[Request, int] = {}  # the plan being made
         self._serve_running(tokens, plan.preempted)
         if not plan.preempted:
             self._admit(tokens, now)

@@ -7,9 +7,9 @@
 A character may be split over tokens, a stop string too. What is shown of a text is only what
 can no longer change:
 
-    stop "END"      tokens  "the E"   "N"   "A"  " En"  "D"...
-    text                    the E     the EN  the ENA   the ENA En
-    shown                   the_      the_    the ENA   the ENA_      _ is a space
+    stop "END"   tokens   "the E"   "N"      "A"       " E"        "ND it"
+                 text     the E     the EN   the ENA   the ENA E   the ENA    (cut: it ends)
+                 shown    the_      the_     the ENA   the ENA_    the ENA_   _ is a space
 
 Always holds (invariant 17): the deltas joined are the text; no replacement character appears
 for a character that later tokens complete; no part of a stop string is ever shown.

@@ -1293,3 +1293,45 @@ def test_chat_refuses_what_is_no_conversation():
     for messages in ("hello", [1], None, {"role": "user"}):
         with pytest.raises(ValueError, match="messages"):
             llm.chat(messages)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("request_id", ["", 5, [5]])
+def test_request_ids_that_are_no_names(request_id, n):
+    engine = scripted()
+    with pytest.raises(ValueError, match="request_id"):
+        engine.add_request("x", SamplingParams(n=n), request_id=request_id)
+    assert not engine.has_unfinished()
+
+
+def test_arguments_of_the_wrong_type_are_named():
+    llm = LLM("tiny", dtype="float32")
+    for prompts in (None, 5, {"a": 1}, {1, 2}, (p for p in "ab")):
+        with pytest.raises(ValueError, match="prompts"):
+            llm.generate(prompts, progress=False)
+    for params in (3, {"temperature": 0}, SamplingParams):
+        with pytest.raises(ValueError, match="params"):
+            llm.generate("x", params, progress=False)
+    with pytest.raises(ValueError, match="surrogate"):
+        llm.generate("\ud800", progress=False)
+    for config in ({"dtype": "float32"}, "float32"):
+        with pytest.raises(ValueError, match="config"):
+            LLM("tiny", config)
+    with pytest.raises(ValueError, match="num_blocks"):
+        LLM("tiny", num_blocks=10**12)
+    with pytest.raises(FileNotFoundError):
+        LLM("")
+
+
+def test_a_chat_is_one_answer_to_whole_messages():
+    llm = LLM("tiny", dtype="float32")
+    for message in (
+        {},
+        {"role": "user"},
+        {"role": 5, "content": "a"},
+        {"role": "user", "content": 5},
+    ):
+        with pytest.raises(ValueError, match="messages"):
+            llm.chat([message])
+    with pytest.raises(ValueError, match="n is 2"):
+        llm.chat([{"role": "user", "content": "a"}], SamplingParams(n=2))

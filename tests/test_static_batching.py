@@ -149,3 +149,19 @@ def test_slots_are_assigned_without_overlap():
             if s == slot
         )
         assert all(b <= c for (_, b), (c, _) in zip(mine, mine[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        (["--dtype", "int8"], "invalid choice"),
+        (["--sigma", "nan"], "--sigma is nan"),
+        (["--threads", "-1"], "--threads is -1"),
+        (["--save-json", "no/such/directory/x"], "no such directory"),
+        (["--plot", "x.txt"], ".png"),
+    ],
+)
+def test_bench_refuses_flags_before_it_measures(flags, fault, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_args(flags)
+    assert fault in capsys.readouterr().err

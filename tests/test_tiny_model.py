@@ -83,3 +83,9 @@ def test_training_repeats_itself():
     assert all(torch.equal(first[name], second[name]) for name in first)
     other = train.train(seed=4, steps=2).state_dict()
     assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_model_trained_by_the_recipe_takes_text(tmp_path):
+    train.save(train.train(seed=0, steps=1), tmp_path)
+    out = LLM(str(tmp_path), dtype="float32").generate("Once", progress=False)[0]
+    assert len(out.token_ids) > 0

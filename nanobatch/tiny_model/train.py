@@ -146,9 +146,11 @@ def train(seed: int, steps: int) -> LlamaForCausalLM:
 
 
 def save(model: LlamaForCausalLM, out: Path) -> None:
-    """Write config.json, generation_config.json and the weights, in bfloat16, to out."""
+    """Write to out: config.json, generation_config.json, the weights in bfloat16, and an
+    empty file that tells nanobatch that the tokens are bytes."""
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
     model.to(torch.bfloat16).save_pretrained(out)
+    (out / "byte_tokenizer").touch()
 
 
 def main() -> None:
@@ -156,12 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled model.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(__file__).parent,
-        help="where to write the model; by default it replaces the bundled one",
-    )
+    parser.add_argument("--out", type=Path, required=True, help="directory for the model")
     args = parser.parse_args()
     torch.set_num_threads(2)
     save(train(args.seed, args.steps), args.out)
