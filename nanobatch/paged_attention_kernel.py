@@ -40,8 +40,6 @@ Flash-Decoding (Dao et al., 2023), and the unified Triton attention of vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -49,10 +47,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanobatch.batch import Batch
-from nanobatch.config import cdiv
+from nanobatch.launch_plan import LaunchPlan, launch_plan, next_power_of_two
 
 LOG2_E = math.log2(math.e)
-MAX_SPLITS = 32
 
 
 @triton.jit
@@ -72,6 +69,20 @@ def _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr
         else:
             high = middle
     return low - 1
+
+
+@triton.jit
+def _online_softmax(score_ML, v_LD, max_M, sum_M, acc_MD):
+    """Take one tile of scores into each row's running maximum, sum and weighted values."""
+    new_max_M = tl.maximum(max_M, tl.max(score_ML, 1))
+    # A row that has seen nothing yet: -inf - -inf would be NaN.
+    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    rescale_M = tl.exp2(max_M - base_M)  # what came before was relative to the old maximum
+    p_ML = tl.exp2(score_ML - base_M[:, None])
+    sum_M = sum_M * rescale_M + tl.sum(p_ML, 1)
+    acc_MD = acc_MD * rescale_M[:, None]
+    acc_MD = tl.dot(p_ML.to(v_LD.dtype), v_LD, acc_MD, input_precision="ieee")
+    return new_max_M, sum_M, acc_MD
 
 
 @triton.jit
@@ -104,6 +115,7 @@ def paged_attention_kernel(
     NUM_SPLITS: tl.constexpr,  # runs of tiles that share one query block's keys
     WIDEN: tl.constexpr,  # multiply in float32: Triton's interpreter knows no bfloat16 product
 ):
+    """One program: BLOCK_Q query tokens of one sequence, G heads, one split of the keys."""
     query_block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q)
     query_start = tl.load(query_start_ptr + seq)
@@ -169,15 +181,7 @@ def paged_attention_kernel(
             sees_ML &= pos_L[None, :] > pos_M[:, None] - WINDOW
         score_ML = tl.where(sees_ML, score_ML, float("-inf"))
 
-        new_max_M = tl.maximum(max_M, tl.max(score_ML, 1))
-        # A row that has seen nothing yet: -inf - -inf would be NaN.
-        base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        rescale_M = tl.exp2(max_M - base_M)
-        p_ML = tl.exp2(score_ML - base_M[:, None])
-        sum_M = sum_M * rescale_M + tl.sum(p_ML, 1)
-        acc_MD = acc_MD * rescale_M[:, None]
-        acc_MD = tl.dot(p_ML.to(v_LD.dtype), v_LD, acc_MD, input_precision="ieee")
-        max_M = new_max_M
+        max_M, sum_M, acc_MD = _online_softmax(score_ML, v_LD, max_M, sum_M, acc_MD)
 
     row_of_out_M = token_M * (K * G) + head_M
     is_out_MD = is_row_M[:, None] & is_d_D[None, :]
@@ -221,96 +225,6 @@ def reduce_splits_kernel(
     tl.store(out_ptr + row * D + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < D)
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """How one launch is cut up. Numbers of rows, keys, programs."""
-
-    block_m: int  # rows of a program's products
-    block_q: int  # query tokens of a program
-    tile: int  # keys of one iteration
-    num_splits: int  # programs that share one query block's keys
-    grid: tuple[int, int, int]  # query blocks, KV heads, splits
-    num_warps: int
-    num_stages: int
-
-
-def launch_plan(
-    num_tokens: int,
-    num_seqs: int,
-    max_query_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    num_sms: int,
-) -> LaunchPlan:
-    """Choose the launch from shapes alone, never from sequence lengths on the device.
-
-    Rows: as many as the longest query fills, from 16 (tl.dot's least) to 128; 64 for large
-    heads, 16 in float32, which has no matrix units and would run out of registers (read from
-    the machine code: tests/test_compiled_kernels.py). Keys: tiles of 64, fewer for large
-    heads. Splits: only when all decode, and then enough for two programs a multiprocessor, a
-    power of two, at most MAX_SPLITS.
-
-    Args:
-        num_tokens, num_seqs, max_query_len: T, S, and the most query tokens of a sequence.
-        num_heads, num_kv_heads, head_dim: H, K, D.
-        itemsize: bytes of one number of the cache.
-        num_sms: multiprocessors of the GPU.
-    """
-    group = num_heads // num_kv_heads
-    is_large, is_float32 = head_dim > 128, itemsize == 4
-    most_rows = 16 if is_float32 else 64 if is_large else 128
-    rows = min(max_query_len * group, most_rows)
-    block_m = max(16, triton.next_power_of_2(group), triton.next_power_of_2(rows))
-    block_q = block_m // group
-    num_splits = 1
-    if max_query_len == 1:
-        num_splits = triton.next_power_of_2(cdiv(2 * num_sms, num_seqs * num_kv_heads))
-    num_splits = min(num_splits, MAX_SPLITS)
-    return LaunchPlan(
-        block_m=block_m,
-        block_q=block_q,
-        tile=64 if not is_large else 16 if is_float32 else 32,
-        num_splits=num_splits,
-        grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
-        num_warps=8 if block_m >= 128 else 4,
-        num_stages=2,
-    )
-
-
-def keys_of_program(
-    plan: LaunchPlan,
-    query_start_loc: Sequence[int],
-    seq_lens: Sequence[int],
-    query_block: int,
-    split: int = 0,
-    sliding_window: int | None = None,
-) -> tuple[int, int, int]:
-    """What one program reads, computed as the kernel does: (sequence, first key, end key).
-
-    Keys are positions; first == end for a program that reads nothing. It reads
-    2 * (end - first) * head_dim numbers of the cache: keys and values of one KV head.
-    """
-    owns = [start // plan.block_q + s for s, start in enumerate(query_start_loc[:-1])]
-    seq = max(s for s, first in enumerate(owns) if first <= query_block)
-    query_len = query_start_loc[seq + 1] - query_start_loc[seq]
-    first_query = (query_block - owns[seq]) * plan.block_q
-    if first_query >= query_len:
-        return seq, 0, 0
-    context_len = seq_lens[seq] - query_len
-    last_query = min(first_query + plan.block_q, query_len) - 1
-    end_tile = (context_len + last_query) // plan.tile + 1
-    first_tile = 0
-    if sliding_window is not None:
-        first_tile = max(context_len + first_query - sliding_window + 1, 0) // plan.tile
-    tiles_per_split = cdiv(end_tile - first_tile, plan.num_splits)
-    first_tile += split * tiles_per_split
-    end_tile = min(end_tile, first_tile + tiles_per_split)
-    end = min(end_tile * plan.tile, seq_lens[seq])
-    return seq, min(first_tile * plan.tile, end), end
-
-
 def triton_paged_attention(
     q_THD: Tensor,
     k_cache_NKPD: Tensor,
@@ -333,7 +247,7 @@ def triton_paged_attention(
     """
     T, H, D = q_THD.shape
     _, K, P, _ = k_cache_NKPD.shape
-    is_power_of_two = triton.next_power_of_2(P) == P
+    is_power_of_two = next_power_of_two(P) == P
     if not is_power_of_two:
         raise ValueError(f"block_size is {P}; the Triton kernels need a power of two")
     is_interpreted = triton.knobs.runtime.interpret
@@ -358,7 +272,7 @@ def triton_paged_attention(
         torch.empty(shape, dtype=torch.float32, device=q_THD.device)
         for shape in ((*parts, D), parts, parts)
     )
-    D_PAD = triton.next_power_of_2(D)
+    D_PAD = next_power_of_two(D)
     paged_attention_kernel[plan.grid](
         out_THD, acc, largest, total, q_THD, k_cache_NKPD, v_cache_NKPD,
         batch.block_tables_SB, batch.seq_lens_S, batch.query_start_loc, S,

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanobatch import elementwise_kernels, paged_attention_kernel
-from nanobatch.paged_attention_kernel import launch_plan
+from nanobatch.launch_plan import launch_plan
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -14,15 +14,11 @@ from nanobatch import LLM, SamplingParams, attention
 from nanobatch import fused_kernels as twins
 from nanobatch.batch import Row, pack
 from nanobatch.config import cdiv
+from nanobatch.launch_plan import LaunchPlan, keys_of_program, launch_plan
 
 triton = pytest.importorskip("triton")
 from nanobatch import elementwise_kernels as kernels  # noqa: E402
-from nanobatch.paged_attention_kernel import (  # noqa: E402
-    LaunchPlan,
-    keys_of_program,
-    launch_plan,
-    triton_paged_attention,
-)
+from nanobatch.paged_attention_kernel import triton_paged_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
