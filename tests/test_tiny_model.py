@@ -11,7 +11,7 @@ import torch
 from nanobatch import LLM, SamplingParams
 from nanobatch.loader import TINY_DIR
 from nanobatch.tiny_model import train
-from nanobatch.tiny_model.grammar import WORDS, opening, story, words_of
+from nanobatch.tiny_model.grammar import NAMES, THINGS, WORDS, opening, story, words_of
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,13 @@ def test_a_story_keeps_its_hero(llm):
     assert kept >= 36
 
 
-def train_names():
-    from nanobatch.tiny_model.grammar import NAMES
+def test_a_story_keeps_its_thing(sampled):
+    """What a leak between requests would show: another request's thing."""
+    things = [set(words_of(o.text)) & set(THINGS) for o in sampled]
+    assert sum(len(t) == 1 for t in things) >= 90
 
+
+def train_names():
     return [name for names in NAMES.values() for name in names]
 
 
