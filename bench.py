@@ -2,6 +2,7 @@
 
     python bench.py                              a table, under a minute, nothing to download
     python bench.py --model smollm2 --num-prompts 16 --max-num-seqs 4 --output-len 16 --repeat 1
+                                                 (a real model: a minute and a half)
     python bench.py --save-json out.json --plot out.png
 
 The rungs, each on the identical requests, all of which arrive at once:
