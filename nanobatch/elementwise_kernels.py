@@ -29,9 +29,9 @@ SILU_BLOCK = 1024
 @triton.jit
 def rms_norm_kernel(
     out_ptr,  # [T, E] the normed rows
-    sum_ptr,  # [T, E] x + residual: the next residual
+    sum_ptr,  # float32 [T, E] x + residual: the next residual
     x_ptr,  # [T, E]
-    residual_ptr,  # [T, E]
+    residual_ptr,  # float32 [T, E]
     weight_ptr,  # [E]
     eps,  # keeps a row of zeros from dividing by 0
     E: tl.constexpr,  # elements of a row
@@ -42,17 +42,14 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     e_E = tl.arange(0, E_PAD)
     is_e_E = e_E < E
-    element = out_ptr.dtype.element_ty
     wide_E = tl.load(x_ptr + row * E + e_E, mask=is_e_E, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        residual_E = tl.load(residual_ptr + row * E + e_E, mask=is_e_E, other=0.0)
-        sum_E = (wide_E + residual_E.to(tl.float32)).to(element)
-        tl.store(sum_ptr + row * E + e_E, sum_E, mask=is_e_E)
-        wide_E = sum_E.to(tl.float32)  # what is normed is what is stored
+        wide_E += tl.load(residual_ptr + row * E + e_E, mask=is_e_E, other=0.0)
+    tl.store(sum_ptr + row * E + e_E, wide_E, mask=is_e_E)
     scale = tl.rsqrt(tl.sum(wide_E * wide_E, 0) / E + eps)
     weight_E = tl.load(weight_ptr + e_E, mask=is_e_E, other=0.0).to(tl.float32)
     normed_E = wide_E * scale * weight_E
-    tl.store(out_ptr + row * E + e_E, normed_E.to(element), mask=is_e_E)
+    tl.store(out_ptr + row * E + e_E, normed_E.to(out_ptr.dtype.element_ty), mask=is_e_E)
 
 
 @triton.jit
@@ -130,7 +127,7 @@ def triton_rms_norm(
     E = x.shape[-1]
     x = x.contiguous()
     out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
+    total = torch.empty_like(x, dtype=torch.float32)
     rms_norm_kernel[(x.numel() // E,)](
         out, total, x, x if residual is None else residual.contiguous(), weight_E, eps,
         E=E, E_PAD=triton.next_power_of_2(E), HAS_RESIDUAL=residual is not None,

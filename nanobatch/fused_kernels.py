@@ -27,18 +27,19 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, if any, and scale each row to root mean square 1, then by weight.
 
-    Rows are along the last dimension, whatever stands before it.
+    Rows are along the last dimension, whatever stands before it. The residual is float32 also
+    in a bfloat16 model: it collects the sum of all layers, and would be rounded by each.
 
     Returns:
-        the normed rows [T, E], and the sum that went in: the next residual.
+        the normed rows [T, E], and the sum that went in, float32: the next residual.
     """
     if x_TE.is_cuda and HAS_TRITON:
         from nanobatch.elementwise_kernels import triton_rms_norm
 
         return triton_rms_norm(x_TE, weight_E, eps, residual_TE)
-    if residual_TE is not None:
-        x_TE = x_TE + residual_TE
-    return F.rms_norm(x_TE, weight_E.shape, weight_E, eps), x_TE
+    sum_TE = x_TE.float() if residual_TE is None else x_TE + residual_TE
+    normed_TE = F.rms_norm(sum_TE, weight_E.shape, weight_E.float(), eps)
+    return normed_TE.to(x_TE.dtype), sum_TE
 
 
 def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from nanobatch.launch_plan import launch_plan
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 INT_POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "query_start_ptr": "*i32"}
-FLOAT_POINTERS = {"acc_ptr", "max_ptr", "sum_ptr", "cos_ptr", "sin_ptr"}
+FLOAT_POINTERS = {"acc_ptr", "max_ptr", "sum_ptr", "cos_ptr", "sin_ptr", "residual_ptr"}
 FLOATS = {"scale_log2", "softcap", "eps"}
 # (name, H, K, D): Llama-2-7B, Llama-3-8B, SmolLM2, and shapes that are no powers of two
 SHAPES = [("llama2", 32, 32, 128), ("llama3", 32, 8, 128), ("smollm2", 9, 3, 64)]
@@ -58,7 +58,7 @@ def kernels(dtype: str, num_sms: int):
 def signature(function, constants: dict, dtype: str) -> dict[str, str]:
     types = {}
     for name in function.arg_names:
-        is_float_pointer = name in FLOAT_POINTERS and "eps" not in function.arg_names
+        is_float_pointer = name in FLOAT_POINTERS
         if name in constants:
             types[name] = "constexpr"
         elif name == "slot_ptr":

@@ -119,6 +119,20 @@ def test_chat(smollm2):
     assert "<|" not in out.text
 
 
+def test_bfloat16_stays_near_float32(smollm2):
+    """The first token of that answer is a close call: 0.08 between the best two. With the
+    residual or the best logits rounded to bfloat16, the answer is a French song."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=3)
+    wanted = smollm2.chat(question, params)
+    out = LLM("smollm2", dtype="bfloat16").chat(question, params)
+    assert out.token_ids == wanted.token_ids
+    for ours, theirs in zip(out.logprobs, wanted.logprobs, strict=True):
+        for token in ours.keys() & theirs.keys():
+            if theirs[token] > -5:  # what is all but impossible differs by more
+                assert abs(ours[token] - theirs[token]) < 0.15
+
+
 def test_text_goes_there_and_back(smollm2):
     tokenizer = smollm2.tokenizer
     for text in (TEXT, " naïve 漢字 👩‍👩‍👧 , it 's\n\n  two"):
