@@ -70,7 +70,7 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
     check_int("num_hidden_layers", num_layers, 1, MAX_LAYERS)
     attention_bias = _flag(raw, "attention_bias")
     rope = _rope(raw)
-    theta = rope.get("rope_theta", 10000.0)
+    theta = rope["rope_theta"]
     check_float("rope_theta", theta, 0.0, open_low=True)
     rms_norm_eps = raw.get("rms_norm_eps", 1e-6)
     check_float("rms_norm_eps", rms_norm_eps, 0.0)
@@ -166,8 +166,9 @@ def _rope(raw: dict) -> dict:
         raise ValueError(
             f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; must be 1"
         )
-    check_choice("rope_type", rope.get("rope_type", rope.get("type", "default")), ROPE_TYPES)
-    return {"rope_theta": raw.get("rope_theta", 10000.0)} | rope
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    check_choice("rope_type", rope_type, ROPE_TYPES)
+    return {"rope_theta": raw.get("rope_theta", 10000.0)} | rope | {"rope_type": rope_type}
 
 
 def _rope_divisors(rope: dict, theta: float, head_dim: int) -> tuple[float, ...] | None:
@@ -176,7 +177,7 @@ def _rope_divisors(rope: dict, theta: float, head_dim: int) -> tuple[float, ...]
     Waves shorter than the old context / high_freq_factor are kept, those longer than the old
     context / low_freq_factor are divided by factor, and in between it is blended.
     """
-    if rope.get("rope_type", rope.get("type", "default")) == "default":
+    if rope["rope_type"] == "default":
         return None
     old_context = count(rope, "original_max_position_embeddings")
     for name in ("factor", "low_freq_factor", "high_freq_factor"):

@@ -99,10 +99,10 @@ def load(name: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> L
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)
-        tokenizer = _hf_tokenizer(path.parent, path) if checkpoint.has_tokenizer else None
+        tokenizer = _tokenizer_of(path.parent, path) if checkpoint.has_tokenizer else None
         return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
     checkpoint = HFDirectory(path)
-    return LoadedModel(_build(checkpoint, dtype, device), _hf_tokenizer(path))
+    return LoadedModel(_build(checkpoint, dtype, device), _tokenizer_of(path))
 
 
 def _find(name: str) -> Path:
@@ -153,7 +153,7 @@ def _from_hub(hub_id: str, local_only: bool) -> Path | None:
     return Path(path) if has_weights else None
 
 
-def _hf_tokenizer(directory: Path, gguf_file: Path | None = None) -> Tokenizer | None:
+def _tokenizer_of(directory: Path, gguf_file: Path | None = None) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None where it has none."""
     if (directory / BYTE_TOKENIZER).exists():
         return ByteTokenizer()
