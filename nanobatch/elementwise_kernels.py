@@ -4,8 +4,8 @@ None of these multiplies matrices, so all that counts is memory: the work of tor
 operations (add, square, mean, multiply, ...) is done on one pass through registers.
 
     rms_norm          a program takes a row:   x, residual -> sum, normed row
-    rope_and_write    a program takes a token and a head: q is rotated, k is rotated and goes
-                      with v to its slot of the paged cache
+    rope_and_write    a program takes some heads of a token: q is rotated, k is rotated and
+                      goes with v to its slot of the paged cache
     silu_mul          a program takes a run of elements
 
 Always holds (invariants 14 and 16): slot -1 writes nothing; slots are 64 bits wide before they
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from nanobatch.config import cdiv
 
-SILU_BLOCK = 1024
+SILU_BLOCK = 1024  # elements of a program
+ROPE_HEADS = 16  # heads of a program, so that the angles are loaded once for many
 
 
 @triton.jit
@@ -53,6 +54,17 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def _rotate(to_ptr, from_ptr, where_to_XR, where_from_XR, is_XR, cos_R, sin_R, R: tl.constexpr):
+    """Rotate each pair (i, i + R) of some heads by angle i, on the way from here to there."""
+    a_XR = tl.load(from_ptr + where_from_XR, mask=is_XR, other=0.0).to(tl.float32)
+    b_XR = tl.load(from_ptr + where_from_XR + R, mask=is_XR, other=0.0).to(tl.float32)
+    cos_XR, sin_XR = cos_R[None, :], sin_R[None, :]
+    element = to_ptr.dtype.element_ty
+    tl.store(to_ptr + where_to_XR, (a_XR * cos_XR - b_XR * sin_XR).to(element), mask=is_XR)
+    tl.store(to_ptr + where_to_XR + R, (b_XR * cos_XR + a_XR * sin_XR).to(element), mask=is_XR)
+
+
+@triton.jit
 def rope_and_write_kernel(
     q_out_ptr,  # [T, H, D] the rotated queries
     k_cache_ptr,  # [N, K, P, D]
@@ -72,34 +84,41 @@ def rope_and_write_kernel(
     P: tl.constexpr,  # slots in a cache block
     R: tl.constexpr,  # D / 2
     R_PAD: tl.constexpr,  # the next power of two
+    HEADS: tl.constexpr,  # heads of a program, a power of two
 ):
-    """One program takes one token and one head: the first H are queries, then K keys."""
+    """One program takes HEADS heads of one token: the first programs queries, the rest keys."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    part = tl.program_id(1)
+    head_X = tl.arange(0, HEADS)[:, None]
     r_R = tl.arange(0, R_PAD)
     is_r_R = r_R < R
     cos_R = tl.load(cos_ptr + token * R + r_R, mask=is_r_R, other=0.0)
     sin_R = tl.load(sin_ptr + token * R + r_R, mask=is_r_R, other=0.0)
-    if head < H:
-        a_ptr = q_ptr + token * q_stride + head * D + r_R
-        to_ptr = q_out_ptr + (token * H + head) * D + r_R
+    num_query_parts: tl.constexpr = (H + HEADS - 1) // HEADS
+    if part < num_query_parts:
+        head_X += part * HEADS
+        is_XR = (head_X < H) & is_r_R[None, :]
+        where_XR = head_X * D + r_R[None, :]
+        to_ptr, from_ptr = q_out_ptr + token * (H * D), q_ptr + token * q_stride
+        _rotate(to_ptr, from_ptr, where_XR, where_XR, is_XR, cos_R, sin_R, R)
     else:
-        kv_head = head - H
         slot = tl.load(slot_ptr + token)
         if slot < 0:
             return
-        a_ptr = k_ptr + token * k_stride + kv_head * D + r_R
-        where = ((slot // P * K + kv_head) * P + slot % P) * D
-        to_ptr = k_cache_ptr + where + r_R
-        from_ptr = v_ptr + token * v_stride + kv_head * D + r_R
-        v_to_ptr = v_cache_ptr + where + r_R
-        tl.store(v_to_ptr, tl.load(from_ptr, mask=is_r_R), mask=is_r_R)
-        tl.store(v_to_ptr + R, tl.load(from_ptr + R, mask=is_r_R), mask=is_r_R)
-    a_R = tl.load(a_ptr, mask=is_r_R, other=0.0).to(tl.float32)
-    b_R = tl.load(a_ptr + R, mask=is_r_R, other=0.0).to(tl.float32)
-    element = q_out_ptr.dtype.element_ty
-    tl.store(to_ptr, (a_R * cos_R - b_R * sin_R).to(element), mask=is_r_R)
-    tl.store(to_ptr + R, (b_R * cos_R + a_R * sin_R).to(element), mask=is_r_R)
+        head_X += (part - num_query_parts) * HEADS
+        is_XR = (head_X < K) & is_r_R[None, :]
+        where_XR = head_X * D + r_R[None, :]
+        # A head's slots are a run of P * D elements: the next head's row is that far away.
+        in_cache_XR = head_X * (P * D) + r_R[None, :]
+        first = (slot // P * (K * P) + slot % P) * D
+        from_ptr = k_ptr + token * k_stride
+        _rotate(k_cache_ptr + first, from_ptr, in_cache_XR, where_XR, is_XR, cos_R, sin_R, R)
+        v_from_ptr, v_to_ptr = (
+            v_ptr + token * v_stride + where_XR,
+            v_cache_ptr + first + in_cache_XR,
+        )
+        tl.store(v_to_ptr, tl.load(v_from_ptr, mask=is_XR), mask=is_XR)
+        tl.store(v_to_ptr + R, tl.load(v_from_ptr + R, mask=is_XR), mask=is_XR)
 
 
 @triton.jit
@@ -152,10 +171,11 @@ def triton_rope_and_write(
         x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (q_THD, k_TKD, v_TKD)
     )
     out_THD = q_THD.new_empty(T, H, D)
-    rope_and_write_kernel[(T, H + K)](
+    heads = min(triton.next_power_of_2(H), ROPE_HEADS)
+    rope_and_write_kernel[(T, cdiv(H, heads) + cdiv(K, heads))](
         out_THD, k_cache_NKPD, v_cache_NKPD, q_THD, k_TKD, v_TKD, cos_TR, sin_TR,
         slot_mapping_T, q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0),
-        H=H, K=K, D=D, P=P, R=D // 2, R_PAD=triton.next_power_of_2(D // 2), num_warps=1,
+        H=H, K=K, D=D, P=P, R=D // 2, R_PAD=triton.next_power_of_2(D // 2), HEADS=heads,
     )  # fmt: skip
     return out_THD
 

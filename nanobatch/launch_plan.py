@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nanobatch.config import cdiv
 
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 
 
 def next_power_of_two(n: int) -> int:
@@ -102,7 +102,7 @@ def keys_of_program(
         return seq, 0, 0
     context_len = seq_lens[seq] - query_len
     last_query = min(first_query + plan.block_q, query_len) - 1
-    end_tile = (context_len + last_query) // plan.tile + 1
+    end_tile = cdiv(context_len + last_query + 1, plan.tile)
     first_tile = 0
     if sliding_window is not None:
         first_tile = max(context_len + first_query - sliding_window + 1, 0) // plan.tile

@@ -85,7 +85,7 @@ def _online_softmax(score_ML, v_LD, max_M, sum_M, acc_MD):
     return new_max_M, sum_M, acc_MD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def paged_attention_kernel(
     out_ptr,  # [T, H, D] the result, if NUM_SPLITS is 1
     acc_ptr,  # float32 [T, H, NUM_SPLITS, D] partial sums, if it is more
@@ -144,7 +144,7 @@ def paged_attention_kernel(
     context_len = seq_len - query_len
     pos_M = context_len + query_M
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
-    end_tile = (context_len + last_query) // TILE + 1
+    end_tile = tl.cdiv(context_len + last_query + 1, TILE)
     first_tile = 0
     if WINDOW > 0:
         first_tile = tl.maximum(context_len + first_query - WINDOW + 1, 0) // TILE
@@ -186,7 +186,8 @@ def paged_attention_kernel(
     row_of_out_M = token_M * (K * G) + head_M
     is_out_MD = is_row_M[:, None] & is_d_D[None, :]
     if NUM_SPLITS == 1:
-        out_MD = acc_MD / sum_M[:, None]
+        # A row of a captured graph that stands for no sequence has no keys: it gets zeros.
+        out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
         tl.store(
             out_ptr + row_of_out_M[:, None] * D + d_D[None, :],
             out_MD.to(out_ptr.dtype.element_ty),
@@ -221,7 +222,8 @@ def reduce_splits_kernel(
         mask=(d_D < D)[None, :] & (sum_X > 0)[:, None],
         other=0.0,
     )
-    out_D = tl.sum(acc_XD * weight_X[:, None], 0) / tl.sum(sum_X * weight_X, 0)
+    total = tl.sum(sum_X * weight_X, 0)
+    out_D = tl.sum(acc_XD * weight_X[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * D + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < D)
 
 

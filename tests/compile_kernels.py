@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanobatch import elementwise_kernels, paged_attention_kernel
-from nanobatch.launch_plan import launch_plan
+from nanobatch.launch_plan import MAX_SPLITS, launch_plan
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -46,12 +46,13 @@ def kernels(dtype: str, num_sms: int):
             options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
             function = paged_attention_kernel.paged_attention_kernel
             yield f"{kind} {name}", function, constants, options
-    constants = {"D": 128, "D_PAD": 128, "NUM_SPLITS": 32}
+    constants = {"D": 128, "D_PAD": 128, "NUM_SPLITS": MAX_SPLITS}
     yield "reduce splits", paged_attention_kernel.reduce_splits_kernel, constants, {}
     constants = {"E": 4096, "E_PAD": 4096, "HAS_RESIDUAL": True}
     yield "rms norm", elementwise_kernels.rms_norm_kernel, constants, {}
     constants = {"H": 32, "K": 8, "D": 128, "P": 16, "R": 64, "R_PAD": 64}
-    yield "rope", elementwise_kernels.rope_and_write_kernel, constants, {"num_warps": 1}
+    constants["HEADS"] = elementwise_kernels.ROPE_HEADS
+    yield "rope", elementwise_kernels.rope_and_write_kernel, constants, {}
     yield "silu", elementwise_kernels.silu_mul_kernel, {"F": 11008, "BLOCK": 1024}, {}
 
 

@@ -91,6 +91,26 @@ def test_splits_and_empty_splits(num_splits):
     compare(*args, plan=plan_of(len(args[0]), len(MIXED), 3, num_splits=num_splits))
 
 
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sequence_without_keys_gets_zeros(num_splits, window):
+    """A padding row of a captured decode step: one token, a sequence of length 0."""
+    lens = [(1, 17), (1, 5), (1, 1), (1, 1)]
+    q_THD, k_cache, v_cache, batch = case(lens)
+    wanted = attention.paged_attention(
+        q_THD, k_cache, v_cache, batch, scale=0.1, sliding_window=window, backend="torch"
+    )
+    wanted[2:] = 0
+    batch.seq_lens_S[2:] = 0
+    batch.block_tables_SB[2:] = 10**6  # not even looked at
+    plan = plan_of(4, 4, 3, num_splits=num_splits)
+    found = triton_paged_attention(
+        q_THD, k_cache, v_cache, batch, scale=0.1, sliding_window=window, plan=plan
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert keys_of_program(plan, range(5), [17, 5, 0, 0], 2, 0, window)[1:] == (0, 0)
+
+
 @pytest.mark.parametrize("window", [1, 4, 5, 16, 100])
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_sliding_window(window, num_splits):
@@ -150,8 +170,9 @@ def test_launch_plan_by_hand():
     plan = launch_plan(64, 64, 1, 32, 8, 128, 2, num_sms=132)
     assert (plan.block_m, plan.block_q, plan.tile, plan.num_splits) == (16, 4, 64, 1)
     assert plan.grid == (64 // 4 + 64, 8, 1)
-    # one decode: 8 programs; 264 wanted: 33 times as many, cut to 32
-    assert launch_plan(1, 1, 1, 32, 8, 128, 2, 132).num_splits == 32
+    # one decode: 8 programs; 264 wanted: 33 times as many, so 64, which is the most
+    assert launch_plan(1, 1, 1, 32, 8, 128, 2, 132).num_splits == 64
+    assert launch_plan(1, 1, 1, 8, 1, 128, 2, 132).num_splits == 64
     # 16 decodes: 128 programs; 264 wanted: 3 times, so 4
     assert launch_plan(16, 16, 1, 32, 8, 128, 2, 132).num_splits == 4
     # a prompt: 128 rows of 32 tokens, never split
