@@ -34,10 +34,11 @@ import torch
 
 import nanobatch
 from nanobatch.config import DTYPES, EngineConfig
+from nanobatch.device import resolve_dtype
 from nanobatch.engine import LLMEngine, WallClock
 from nanobatch.loader import load
 from nanobatch.metrics import summarize
-from nanobatch.model_runner import ModelRunner, resolve_dtype
+from nanobatch.model_runner import ModelRunner
 from nanobatch.request import RequestMetrics, SamplingParams
 from nanobatch.static_batching import run_static_batch
 from nanobatch.workload import WorkItem, random_requests
@@ -222,7 +223,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> dict:
     args = parse_args(argv)
-    model = load(args.model, resolve_dtype(args.dtype)).model
+    model = load(args.model, resolve_dtype(args.dtype, torch.device("cpu"))).model
     is_small = sum(p.numel() for p in model.parameters()) < 10_000_000
     if args.threads or is_small:  # its products are too small to be shared between cores
         torch.set_num_threads(args.threads or 1)

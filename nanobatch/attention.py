@@ -35,6 +35,7 @@ from nanobatch.attention_masks import causal_mask, visible
 from nanobatch.batch import Batch
 from nanobatch.config import ATTENTION_BACKENDS, cdiv, check_choice
 from nanobatch.fused_kernels import HAS_TRITON, rope_and_write
+from nanobatch.launch_plan import next_power_of_two
 
 MAX_GROUP_BLOCKS = 256
 
@@ -76,6 +77,37 @@ def masked_attention(
     return scores_SHTL.softmax(dim=-1).to(v_SHLD.dtype) @ v_SHLD
 
 
+def choose_backend(backend: str, on_cuda: bool, block_size: int) -> str:
+    """What `backend` comes to for a cache on a GPU or on a CPU: "torch" or "triton".
+
+    "auto" is Triton on CUDA, where it is installed and the block size is a power of two.
+
+    Raises:
+        ValueError: "triton" was asked for and cannot be had: not installed, a block size that
+            is no power of two, or a CPU without Triton's interpreter.
+    """
+    check_choice("attention_backend", backend, ATTENTION_BACKENDS)
+    is_power_of_two = next_power_of_two(block_size) == block_size
+    if backend == "auto":
+        has_kernel = on_cuda and HAS_TRITON and is_power_of_two
+        return "triton" if has_kernel else "torch"
+    if backend == "torch":
+        return backend
+    if not HAS_TRITON:
+        raise ValueError("attention_backend is 'triton', which is not installed; use 'torch'")
+    if not is_power_of_two:
+        raise ValueError(f"block_size is {block_size}; the Triton kernels need a power of two")
+    if not on_cuda:
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise ValueError(
+                "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
+                "before triton is imported, or use 'torch'"
+            )
+    return backend
+
+
 def paged_attention(
     q_THD: Tensor,
     k_cache_NKPD: Tensor,
@@ -99,24 +131,23 @@ def paged_attention(
         scale: what the scores are multiplied by, usually D ** -0.5.
         sliding_window: keys that a query sees, itself included; None: all before it.
         softcap: see masked_attention.
-        backend: "torch", "triton", or "auto": Triton on CUDA where it is installed.
+        backend: see choose_backend.
 
     Returns:
         [T, H, D]; tokens that belong to no sequence get zeros.
 
     Raises:
-        ValueError: shapes do not agree, or the backend is not known.
+        ValueError: shapes do not agree, or the backend cannot be had.
     """
     _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD)
-    check_choice("backend", backend, ATTENTION_BACKENDS)
-    if backend == "triton" or (backend == "auto" and q_THD.is_cuda and HAS_TRITON):
+    _, K, P, _ = k_cache_NKPD.shape
+    if choose_backend(backend, q_THD.is_cuda, P) == "triton":
         from nanobatch.paged_attention_kernel import triton_paged_attention
 
         return triton_paged_attention(
             q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale=scale,
             sliding_window=sliding_window, softcap=softcap,
         )  # fmt: skip
-    _, K, P, _ = k_cache_NKPD.shape
     key = ("groups", K, P, sliding_window)
     if key not in batch.derived:  # the same for every layer: made once a step
         batch.derived[key] = list(_make_groups(batch, K, P, sliding_window))

@@ -57,15 +57,17 @@ def _check_none_left(where: object, names: Collection[str]) -> None:
 class Dummy:
     """Seeded random weights, scaled so that activations neither vanish nor explode."""
 
-    def __init__(self, config: ModelConfig, seed: int):
+    def __init__(self, config: ModelConfig, seed: int, device: torch.device):
         self.config = config
-        self._generator = torch.Generator().manual_seed(seed)
+        self._device = device  # made where they are used: a 7B model's take a CPU a minute
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Ones for a norm; else normal with variance 1 / inputs."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        return torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
+            return torch.ones(shape, device=self._device)
+        numbers = torch.randn(shape, generator=self._generator, device=self._device)
+        return numbers * shape[-1] ** -0.5
 
     def check_all_read(self) -> None:
         """Nothing can be left over."""

@@ -24,7 +24,7 @@ POLICIES = ("fcfs",)
 ADMISSIONS = ("on_demand",)
 PREEMPTIONS = ("recompute",)
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_FLOAT = sys.float_info.max
 MAX_LAYERS = 1000  # more is a mistake, and would be hours of building nothing
@@ -88,8 +88,9 @@ class EngineConfig:
 
     Attributes:
         block_size: tokens in a block of the KV cache.
-        num_blocks: blocks in the pool; None: what max_num_seqs requests of max_model_len
-            need, at most 2 GiB (ModelRunner.config has the number).
+        num_blocks: blocks in the pool; None: on a CPU what max_num_seqs requests of
+            max_model_len need, at most 2 GiB; on a GPU what its memory has left after the
+            weights and one step of the largest size (ModelRunner.config has the number).
         num_host_blocks: blocks of host memory to swap to (preemption by swap is to come).
         max_num_seqs: most requests in `running` at once.
         max_num_batched_tokens: the token budget of one step.
@@ -104,10 +105,11 @@ class EngineConfig:
         preemption: "recompute": a preempted request starts anew from its tokens.
         attention_backend: "torch" or "triton" (on a CPU only in Triton's interpreter);
             "auto" is the best there is on the device.
-        cuda_graphs: replay captured decode steps (CUDA only).
-        device: "cpu"; "auto" is the best there is.
-        dtype: of weights and cache; "auto" on a CPU is bfloat16 where the CPU multiplies it
-            in hardware (AVX-512 BF16 or AMX), else float32.
+        cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
+        device: "cpu" or "cuda"; "auto" is a GPU where there is one.
+        dtype: of weights and cache; "auto" on a GPU is bfloat16 from compute capability 8.0
+            on, float16 below; on a CPU bfloat16 where it multiplies that in hardware (AVX-512
+            BF16 or AMX), else float32.
         gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
         tensor_parallel_size: GPUs that share one model.
         seed: of the random streams of requests that bring no seed.

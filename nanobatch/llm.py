@@ -25,9 +25,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from nanobatch.config import EngineConfig
+from nanobatch.device import resolve_device, resolve_dtype
 from nanobatch.engine import LLMEngine
 from nanobatch.loader import load
-from nanobatch.model_runner import ModelRunner, resolve_dtype
+from nanobatch.model_runner import ModelRunner
 from nanobatch.request import Request, RequestOutput, SamplingParams
 
 
@@ -55,7 +56,9 @@ class LLM:
                 + ", ".join(sorted(names))
             )
         config = dataclasses.replace(config or EngineConfig(), **overrides)
-        loaded = load(str(model), resolve_dtype(config.dtype), seed=config.seed)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        loaded = load(str(model), dtype, device, seed=config.seed)
         runner = ModelRunner(loaded.model, config)
         self.tokenizer = loaded.tokenizer
         self.engine = LLMEngine(runner.config, runner, tokenizer=loaded.tokenizer)

@@ -78,7 +78,9 @@ class LoadedModel:
     tokenizer: Tokenizer | None
 
 
-def load(name: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> LoadedModel:
+def load(
+    name: str, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> LoadedModel:
     """Load a model by name (see the module's list).
 
     Args:
@@ -91,11 +93,12 @@ def load(name: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> L
         FileNotFoundError: there is no such path, or the hub has or can be reached for nothing.
         ValueError: the checkpoint is malformed or of an architecture that is not supported.
     """
+    device = torch.device(device)
     if name.startswith("dummy:"):
         shape = name.removeprefix("dummy:")
         if shape not in DUMMIES:
             raise ValueError(f"model is {name!r}; dummy: takes one of {', '.join(DUMMIES)}")
-        return LoadedModel(_build(Dummy(DUMMIES[shape], seed), dtype, device), None)
+        return LoadedModel(_build(Dummy(DUMMIES[shape], seed, device), dtype, device), None)
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)
@@ -207,7 +210,7 @@ def _sources(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]
     return table
 
 
-def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Decoder:
+def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
     """An empty decoder of the checkpoint's shape, and its tensors put in."""
     with torch.device("meta"):
         model = Decoder(checkpoint.config)
@@ -220,4 +223,4 @@ def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Decoder:
         weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     checkpoint.check_all_read()
     model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)

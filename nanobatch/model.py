@@ -89,6 +89,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("inv_freq_R", _rope_frequencies(config), persistent=False)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of packed tokens, after the final norm."""
@@ -114,12 +115,15 @@ class Decoder(nn.Module):
 
     def rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of each token's angles: float32 [T, R], R = D / 2."""
-        config = self.config
-        exponent_R = torch.arange(0, config.head_dim, 2, device=positions_T.device).float()
-        inv_freq_R = 1.0 / config.rope_theta ** (exponent_R / config.head_dim)
-        if config.rope_divisors is not None:
-            inv_freq_R = inv_freq_R / torch.tensor(
-                config.rope_divisors, device=inv_freq_R.device
-            )
-        angles_TR = positions_T.float().unsqueeze(1) * inv_freq_R
+        angles_TR = positions_T.float().unsqueeze(1) * self.inv_freq_R
         return angles_TR.cos(), angles_TR.sin()
+
+
+def _rope_frequencies(config: ModelConfig) -> Tensor:
+    """float32 [R]: the angle between neighbouring positions. On the CPU, while the rest of a
+    decoder is still on the meta device: these are not in the checkpoint."""
+    exponent_R = torch.arange(0, config.head_dim, 2, device="cpu").float()
+    inv_freq_R = 1.0 / config.rope_theta ** (exponent_R / config.head_dim)
+    if config.rope_divisors is not None:
+        inv_freq_R = inv_freq_R / torch.tensor(config.rope_divisors, device="cpu")
+    return inv_freq_R

@@ -3,7 +3,9 @@
     plan --pack--> Batch --Decoder--> hidden states --rows that sample--> logits --> tokens
 
 It owns the KV cache, a pair of [N, K, P, D] tensors for each layer, and settles what the
-configuration left open: the length limit, the number of blocks, the number format.
+configuration left open: the length limit and the number of blocks. On a GPU a step in which
+everybody decodes is the replay of a captured graph (decode_graphs.py); a step with any
+prefill in it runs eagerly.
 
 Always holds: nothing of a request is kept here between steps. What a step needs is in the
 plan, so a preempted request is the same as one never seen (invariants 10, 12, 13).
@@ -14,31 +16,27 @@ Taught in notebooks/07_the_engine.ipynb. Source: vLLM's GPUModelRunner.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from nanobatch.attention import PagedAttend
-from nanobatch.batch import Row, pack
+from nanobatch.attention import PagedAttend, choose_backend
+from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.config import EngineConfig, ModelConfig, cdiv
+from nanobatch.decode_graphs import DecodeGraphs
+from nanobatch.device import GIB, cache_bytes, measure_step
 from nanobatch.engine import StepResult
 from nanobatch.model import Decoder
-from nanobatch.request import Request
+from nanobatch.request import Request, SamplingParams
 from nanobatch.sampler import SamplingRow, sample
 from nanobatch.scheduler import ScheduledRequest, SchedulerOutput
 
-CPU_CACHE_BYTES = 2 * 2**30  # of the cache, unless num_blocks says how much
+CPU_CACHE_BYTES = 2 * GIB  # of the cache, unless num_blocks says how much
 MAX_CACHE_BYTES = 2**40
+MAX_AUTO_BLOCKS = 2**20  # for a small model on a large GPU, where memory sets no limit
 
-
-def resolve_dtype(name: str) -> torch.dtype:
-    """EngineConfig.dtype as torch knows it; "auto" asks the CPU what it multiplies fast."""
-    if name != "auto":
-        return getattr(torch, name)
-    capabilities = (
-        torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    )
-    has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+Caches = list[tuple[Tensor, Tensor]]  # for each layer (k_cache_NKPD, v_cache_NKPD)
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -48,14 +46,15 @@ def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> 
 
 
 class ModelRunner:
-    """Runs plans on a decoder, with a paged KV cache.
+    """Runs plans on a decoder, with a paged KV cache, where the decoder's weights are.
 
     Args:
         model: with its weights.
         config: its None fields are settled here; see `.config`.
 
     Raises:
-        ValueError: max_model_len exceeds what the model was made for.
+        ValueError: max_model_len exceeds what the model was made for, the attention backend
+            cannot be had, or the memory does not suffice.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig):
@@ -63,28 +62,15 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.eos_token_ids = model.config.eos_token_ids
         weight = model.embed.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
+        self.backend = choose_backend(config.attention_backend, self.on_cuda, config.block_size)
+        # torch's paged attention looks at lengths, which a captured step may not.
+        self.has_graphs = config.cuda_graphs and self.on_cuda and self.backend == "triton"
         self.config = self._settle(config)
-        shape = (
-            self.config.num_blocks,
-            model.config.num_kv_heads,
-            self.config.block_size,
-            model.config.head_dim,
-        )
-        size = bytes_per_block(model.config, self.config.block_size, self.dtype)
-        if self.config.num_blocks * size > MAX_CACHE_BYTES:
-            raise ValueError(
-                f"num_blocks is {self.config.num_blocks}; with {size} bytes a block it must be "
-                f"<= {MAX_CACHE_BYTES // size}"
-            )
-        # Not zeroed: pages of memory that no block uses are never touched (invariant 14).
-        self.caches = [
-            (
-                torch.empty(shape, dtype=self.dtype, device=self.device),
-                torch.empty(shape, dtype=self.dtype, device=self.device),
-            )
-            for _ in range(model.config.num_layers)
-        ]
+        self.caches = self._new_caches(self.config.num_blocks)
+        self.graphs = self._capture() if self.has_graphs else None
+
+    # ------------------------------------------------------------------ what is settled once
 
     def _settle(self, config: EngineConfig) -> EngineConfig:
         longest = self.model.config.max_position_embeddings
@@ -93,23 +79,96 @@ class ModelRunner:
             raise ValueError(
                 f"max_model_len is {max_model_len}; the model was made for at most {longest}"
             )
-        num_blocks = config.num_blocks
-        if num_blocks is None:
+        config = dataclasses.replace(config, max_model_len=max_model_len)
+        if config.num_blocks is not None:
+            return config
+        size = bytes_per_block(self.model.config, config.block_size, self.dtype)
+        if self.on_cuda:
+            num_blocks = min(self._free_bytes(config) // size, MAX_AUTO_BLOCKS)
+            if num_blocks < 1:
+                raise ValueError(
+                    f"gpu_memory_utilization is {config.gpu_memory_utilization}; the weights "
+                    "and one step leave no room for a block of the cache: raise it, or lower "
+                    f"max_num_batched_tokens ({config.max_num_batched_tokens}) or "
+                    f"max_num_seqs ({config.max_num_seqs})"
+                )
+        else:
             wanted = config.max_num_seqs * cdiv(max_model_len, config.block_size)
-            size = bytes_per_block(self.model.config, config.block_size, self.dtype)
             num_blocks = max(1, min(wanted, CPU_CACHE_BYTES // size))
-        return dataclasses.replace(config, max_model_len=max_model_len, num_blocks=num_blocks)
+        return dataclasses.replace(config, num_blocks=num_blocks)
+
+    def _free_bytes(self, config: EngineConfig) -> int:
+        """What a GPU has left for the cache beside a step of the largest size."""
+        try:
+            memory = measure_step(lambda: self._largest_step(config), self.device)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs "
+                f"{config.max_num_seqs}; a step of that size does not fit into the GPU beside "
+                "the weights: lower them"
+            ) from None
+        return cache_bytes(memory, config.gpu_memory_utilization, self.has_graphs)
+
+    @torch.inference_mode()
+    def _largest_step(self, config: EngineConfig) -> None:
+        """Fill the token budget and all rows, sample each, and write nothing to the cache.
+
+        One block of zeros stands for every block of every table and layer.
+        """
+        num_rows, P = config.max_num_seqs, config.block_size
+        each, left_over = divmod(config.max_num_batched_tokens, num_rows)
+        lens = [min(each + (i < left_over), config.max_model_len) for i in range(num_rows)]
+        batch = pack([Row([0] * n, 0, [0] * cdiv(n, P)) for n in lens], P, self.device)
+        batch.slot_mapping_T.fill_(PADDING_SLOT)
+        shape = (1, self.model.config.num_kv_heads, P, self.model.config.head_dim)
+        zeros = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        caches = [(zeros, zeros)] * self.model.config.num_layers
+        hidden_SE = self._hidden(batch, caches)[batch.logits_indices_S]
+        params = SamplingParams(temperature=1.0, top_p=0.9)  # the costliest kind
+        rows = [SamplingRow(params, (), (), (), seed=i) for i in range(num_rows)]
+        sample(self.model.logits(hidden_SE), rows)
+
+    def _new_caches(self, num_blocks: int) -> Caches:
+        model = self.model.config
+        size = bytes_per_block(model, self.config.block_size, self.dtype)
+        if num_blocks * size > MAX_CACHE_BYTES:
+            raise ValueError(
+                f"num_blocks is {num_blocks}; with {size} bytes a block it must be "
+                f"<= {MAX_CACHE_BYTES // size}"
+            )
+        shape = (num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
+
+        def cache() -> Tensor:
+            # Not zeroed: memory that no block uses is never touched (invariant 14).
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+        try:
+            return [(cache(), cache()) for _ in range(model.num_layers)]
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"num_blocks is {num_blocks}; {num_blocks * size / GIB:.1f} GiB of cache do "
+                "not fit into the GPU beside the weights: lower it, or leave it None"
+            ) from None
+
+    @torch.inference_mode()
+    def _capture(self) -> DecodeGraphs:
+        return DecodeGraphs(
+            lambda batch: self.model.logits(self._hidden(batch, self.caches)),
+            max_num_seqs=self.config.max_num_seqs,
+            max_blocks=cdiv(self.config.max_model_len, self.config.block_size),
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
+
+    # ------------------------------------------------------------------------------ each step
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute a plan: write its keys and values, sample where a row's last token is in."""
-        batch = pack([_row(s) for s in plan.scheduled], self.config.block_size, self.device)
-        attend = PagedAttend(batch, self.caches, self.config.attention_backend)
-        hidden_TE = self.model(batch.token_ids_T, batch.positions_T, attend)
         sampling = [i for i, s in enumerate(plan.scheduled) if s.samples]
+        logits_SV = self._logits([_row(s) for s in plan.scheduled], sampling)
         if not sampling:
             return StepResult({})
-        logits_SV = self.model.logits(hidden_TE[batch.logits_indices_S[sampling]])
         requests = [plan.scheduled[i].request for i in sampling]
         result = StepResult({}, {}, {})
         sampled = sample(logits_SV, [_sampling_row(r) for r in requests])
@@ -121,6 +180,22 @@ class ModelRunner:
             if one.logprobs is not None:
                 result.logprobs[request.request_id] = [one.logprobs]
         return result
+
+    def _logits(self, rows: Sequence[Row], sampling: Sequence[int]) -> Tensor:
+        """Compute all rows; float32 logits [len(sampling), V] of those that sample."""
+        all_sample = len(sampling) == len(rows)
+        all_decode = all(len(row.token_ids) == 1 for row in rows)
+        if self.graphs is not None and all_decode:
+            logits_SV = self.graphs.replay(pack(rows, self.config.block_size))
+            return logits_SV if all_sample else logits_SV[sampling]
+        batch = pack(rows, self.config.block_size, self.device)
+        hidden_TE = self._hidden(batch, self.caches)
+        last_S = batch.logits_indices_S if all_sample else batch.logits_indices_S[sampling]
+        return self.model.logits(hidden_TE[last_S])
+
+    def _hidden(self, batch: Batch, caches: Caches) -> Tensor:
+        attend = PagedAttend(batch, caches, self.backend)
+        return self.model(batch.token_ids_T, batch.positions_T, attend)
 
 
 def _row(scheduled: ScheduledRequest) -> Row:

@@ -215,8 +215,10 @@ def reduce_splits_kernel(
     part_X = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
     d_D = tl.arange(0, D_PAD)
     max_X, sum_X = tl.load(max_ptr + part_X), tl.load(sum_ptr + part_X)
-    # An empty split has seen no key: its sum is 0, its max -inf, and it weighs nothing.
-    weight_X = tl.where(sum_X > 0, tl.exp2(max_X - tl.max(max_X, 0)), 0.0)
+    largest = tl.max(max_X, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    # An empty split has seen no key: its max is -inf, its sum 0, and it weighs nothing.
+    weight_X = tl.exp2(max_X - base)
     acc_XD = tl.load(
         acc_ptr + part_X[:, None] * D + d_D[None, :],
         mask=(d_D < D)[None, :] & (sum_X > 0)[:, None],
@@ -238,26 +240,13 @@ def triton_paged_attention(
     softcap: float | None = None,
     plan: LaunchPlan | None = None,
 ) -> Tensor:
-    """What attention.paged_attention says, by the kernels above; shapes are checked there.
+    """What attention.paged_attention says, by the kernels above; it is where all is checked.
 
     Args:
         plan: how to cut the work up; by default launch_plan's choice.
-
-    Raises:
-        ValueError: the block size is not a power of two, or the tensors are on a CPU and
-            Triton's interpreter is off.
     """
     T, H, D = q_THD.shape
     _, K, P, _ = k_cache_NKPD.shape
-    is_power_of_two = next_power_of_two(P) == P
-    if not is_power_of_two:
-        raise ValueError(f"block_size is {P}; the Triton kernels need a power of two")
-    is_interpreted = triton.knobs.runtime.interpret
-    if not q_THD.is_cuda and not is_interpreted:
-        raise ValueError(
-            "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
-            "before triton is imported, or use 'torch'"
-        )
     S = len(batch.seq_lens_S)
     if plan is None:
         num_sms = 1
@@ -282,7 +271,7 @@ def triton_paged_attention(
         K=K, G=H // K, D=D, D_PAD=D_PAD, P=P,
         BLOCK_M=plan.block_m, BLOCK_Q=plan.block_q, TILE=plan.tile,
         WINDOW=sliding_window or 0, HAS_SOFTCAP=softcap is not None,
-        NUM_SPLITS=plan.num_splits, WIDEN=is_interpreted,
+        NUM_SPLITS=plan.num_splits, WIDEN=triton.knobs.runtime.interpret,
         num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     if plan.num_splits > 1:

@@ -67,9 +67,12 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     logits_SV = _adjust(raw_SV, rows)
     best_S = logits_SV.max(dim=-1)
     # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
-    is_number = raw_SV.amax(dim=-1).isfinite().tolist()
-    is_ok = [a and b for a, b in zip(is_number, best_S.values.isfinite().tolist(), strict=True)]
-    tokens = best_S.indices.tolist()
+    is_number_S = raw_SV.amax(dim=-1).isfinite()
+    is_ok_S = is_number_S & best_S.values.isfinite()
+    # Together: each look at a GPU's numbers waits for all of its work.
+    tokens, is_number, is_ok = torch.stack(
+        (best_S.indices, is_number_S.long(), is_ok_S.long())
+    ).tolist()
     random_rows = [i for i, row in enumerate(rows) if is_ok[i] and row.params.temperature > 0]
     if random_rows:
         drawn = _draw(logits_SV[random_rows], [rows[i] for i in random_rows])
@@ -99,22 +102,25 @@ def _adjust(raw_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         if has_penalty:
             _penalize(logits_SV[i], row)
         if holds_back:
-            vocab_size = logits_SV.shape[1]
-            logits_SV[i, [t for t in row.stop_token_ids if t < vocab_size]] = float("-inf")
+            in_vocab = [t for t in row.stop_token_ids if t < logits_SV.shape[1]]
+            stop = torch.tensor(in_vocab, dtype=torch.int64, device=logits_SV.device)
+            logits_SV[i].index_fill_(0, stop, float("-inf"))
     return logits_SV
 
 
 def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
     """In place. Repetition looks at prompt and output, the other two at the output only."""
     params = row.params
-    seen = torch.tensor(sorted({*row.prompt_token_ids, *row.output_token_ids}))
+    device = logits_V.device
+    seen = torch.tensor(sorted({*row.prompt_token_ids, *row.output_token_ids}), device=device)
     x = logits_V[seen]
     penalty = params.repetition_penalty
     logits_V[seen] = torch.where(x > 0, x / penalty, x * penalty)
     counts = Counter(row.output_token_ids)
     if counts:
-        count = torch.tensor(list(counts.values()), dtype=torch.float32)
-        logits_V[list(counts)] -= params.frequency_penalty * count + params.presence_penalty
+        tokens = torch.tensor(list(counts), device=device)
+        count = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
+        logits_V[tokens] -= params.frequency_penalty * count + params.presence_penalty
 
 
 def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -127,12 +133,11 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     probs_RV = (logits_RV / column("temperature")).softmax(dim=-1)
     probs_RV[probs_RV < column("min_p") * probs_RV.amax(dim=-1, keepdim=True)] = 0
     vocab_size = probs_RV.shape[1]
-    for r, row in enumerate(rows):
-        has_top_k = 0 < row.params.top_k < vocab_size
-        if has_top_k or row.params.top_p < 1:
-            _keep_top(
-                probs_RV[r], row.params.top_k if has_top_k else vocab_size, row.params.top_p
-            )
+    top_k = [row.params.top_k if row.params.top_k > 0 else vocab_size for row in rows]
+    cut = [r for r, row in enumerate(rows) if top_k[r] < vocab_size or row.params.top_p < 1]
+    if cut:
+        top_k_X1 = torch.tensor(top_k, device=probs_RV.device)[cut].unsqueeze(1)
+        probs_RV[cut] = _keep_top(probs_RV[cut], top_k_X1, column("top_p")[cut])
     cumulative_RV = probs_RV.cumsum(dim=-1)
     total_R1 = cumulative_RV[:, -1:]
     draw_R1 = logits_RV.new_tensor([[_uniform(row)] for row in rows])
@@ -143,15 +148,16 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     return torch.searchsorted(cumulative_RV, draw_R1, right=True).flatten().tolist()
 
 
-def _keep_top(probs_V: Tensor, top_k: int, top_p: float) -> None:
-    """In place: zero all but the top_k likeliest, and of those all past mass top_p."""
-    sorted_probs, order = probs_V.sort(descending=True, stable=True)
-    kept = sorted_probs[:top_k]
-    num_kept = len(kept)
-    if top_p < 1:  # of the mass that top_k left; the likeliest token always stays
-        mass_before = kept.cumsum(dim=0) - kept
-        num_kept = max(1, int((mass_before < top_p * kept.sum()).sum()))
-    probs_V[order[num_kept:]] = 0
+def _keep_top(probs_XV: Tensor, top_k_X1: Tensor, top_p_X1: Tensor) -> Tensor:
+    """Zero all but a row's top_k likeliest, and of those all past mass top_p."""
+    sorted_XV, order_XV = probs_XV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(probs_XV.shape[1], device=probs_XV.device)
+    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)
+    mass_XV = sorted_XV.cumsum(dim=-1)  # of what top_k left
+    is_past_XV = (mass_XV - sorted_XV >= top_p_X1 * mass_XV[:, -1:]) & (top_p_X1 < 1)
+    is_past_XV[:, 0] = False  # the likeliest token always stays
+    sorted_XV.masked_fill_(is_past_XV, 0)
+    return torch.zeros_like(probs_XV).scatter_(1, order_XV, sorted_XV)
 
 
 def _uniform(row: SamplingRow) -> float:
@@ -166,5 +172,6 @@ def _logprobs(raw_V: Tensor, k: int | None, token_id: int) -> dict[int, float] |
     if k is None:
         return None
     logprobs_V = raw_V.log_softmax(dim=-1)
-    chosen = [*logprobs_V.topk(min(k, len(logprobs_V))).indices.tolist(), token_id]
-    return {t: float(logprobs_V[t]) for t in chosen}
+    best = logprobs_V.topk(min(k, len(logprobs_V)))
+    chosen = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return chosen | {token_id: float(logprobs_V[token_id])}

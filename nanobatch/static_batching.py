@@ -43,7 +43,7 @@ class PaddedAttend:
             (weight.new_empty(shape), weight.new_empty(shape)) for _ in range(config.num_layers)
         ]
         # Row s starts with this many pads; its real positions count from there.
-        self.num_pads_S = max(prompt_lens) - torch.tensor(prompt_lens)
+        self.num_pads_S = max(prompt_lens) - torch.tensor(prompt_lens, device=weight.device)
         self.max_len = max_len
         self.start = self.end = 0  # columns that this step writes
         self._masks: dict[int | None, Tensor] = {}  # by window, for all columns
@@ -51,7 +51,7 @@ class PaddedAttend:
     def advance(self, num_tokens: int) -> Tensor:
         """Begin a step of num_tokens columns; their positions, int64 [S * num_tokens]."""
         self.start, self.end = self.end, self.end + num_tokens
-        columns_T = torch.arange(self.start, self.end)
+        columns_T = torch.arange(self.start, self.end, device=self.num_pads_S.device)
         return (columns_T - self.num_pads_S.unsqueeze(1)).clamp(min=0).flatten()
 
     def __call__(
@@ -81,7 +81,8 @@ class PaddedAttend:
     def _mask(self, window: int | None) -> Tensor:
         if window not in self._masks:
             seq_lens = (self.max_len - self.num_pads_S).tolist()
-            self._masks[window] = padded_mask(seq_lens, self.max_len, window)
+            mask = padded_mask(seq_lens, self.max_len, window)
+            self._masks[window] = mask.to(self.num_pads_S.device)
         return self._masks[window][:, :, self.start : self.end, : self.end]
 
 
@@ -108,14 +109,15 @@ def run_static_batch(
     longest = max(prompt_lens)
     attend = PaddedAttend(model, prompt_lens, longest + max(max_tokens) - 1)
     padded = [[0] * (longest - len(p)) + list(p) for p in prompts]
-    input_ids_ST = torch.tensor(padded)
+    input_ids_ST = torch.tensor(padded, device=model.embed.weight.device)
     alive = dict(enumerate(max_tokens))  # row -> tokens it may still emit
     while alive:
         positions_T = attend.advance(input_ids_ST.shape[1])
         hidden_TE = model(input_ids_ST.flatten(), positions_T, attend)
         last_SE = hidden_TE.unflatten(0, input_ids_ST.shape)[:, -1]
         next_S = model.logits(last_SE).argmax(dim=-1)
-        emitted = {row: int(next_S[row]) for row in alive}
+        next_tokens = next_S.tolist()
+        emitted = {row: next_tokens[row] for row in alive}
         yield emitted
         for row, token_id in emitted.items():
             alive[row] -= 1

@@ -159,7 +159,9 @@ def test_slots_past_31_bits():
 def test_block_sizes_that_are_no_power_of_two_are_refused():
     args = case([(1, 5)], P=3)
     with pytest.raises(ValueError, match="block_size is 3.*power of two"):
-        triton_paged_attention(*args, scale=1.0)
+        attention.paged_attention(*args, scale=1.0, backend="triton")
+    with pytest.raises(ValueError, match="block_size is 3.*power of two"):  # before any step
+        LLM("tiny", attention_backend="triton", block_size=3)
 
 
 # ---- the plan --------------------------------------------------------------------------

@@ -1,0 +1,312 @@
+"""What only a GPU runs, on a machine that has none.
+
+Fake tensors (torch's FakeTensorMode) know their shape, format and device, and have no
+numbers: an operation that mixes devices raises, and so does a look at a number, which on a
+GPU would wait for all of its work. The device is one that torch lets Python make up, since a
+torch without CUDA cannot so much as slice a fake CUDA tensor. The Triton kernels are replaced
+by something that checks how they are called. That leaves the numbers, which test_kernels.py
+and test_decode_graphs.py prove, and the recording itself, which test_gpu.py does on a GPU.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
+from nanobatch import device as device_module
+from nanobatch.batch import Row, pack
+from nanobatch.decode_graphs import DecodeGraphs
+from nanobatch.device import GIB, GpuMemory, cache_bytes, resolve_device, resolve_dtype
+from nanobatch.loader import DUMMIES
+from nanobatch.model import Decoder
+from nanobatch.model_runner import MAX_AUTO_BLOCKS, ModelRunner, bytes_per_block
+from nanobatch.static_batching import run_static_batch
+
+pytest.importorskip("triton")
+from nanobatch import elementwise_kernels, paged_attention_kernel  # noqa: E402
+
+try:
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend("gpu")
+except ImportError:
+    pytest.skip("this torch lets nobody make up a device", allow_module_level=True)
+
+GPU = torch.device("gpu", 0)
+KERNELS = {
+    paged_attention_kernel: ["paged_attention_kernel", "reduce_splits_kernel"],
+    elementwise_kernels: ["rms_norm_kernel", "rope_and_write_kernel", "silu_mul_kernel"],
+}
+OPTIONS = {"num_warps", "num_stages"}
+
+
+class Launches:
+    """Stands for a kernel: checks each call against its arguments, and counts."""
+
+    def __init__(self, kernel, counts):
+        self.signature = inspect.signature(kernel.fn)
+        self.name, self.counts = kernel.fn.__name__, counts
+
+    def __getitem__(self, grid):
+        assert 1 <= len(grid) <= 3 and all(type(n) is int and n >= 1 for n in grid), grid
+        assert all(n < 2**16 for n in grid[1:]), f"{grid}: CUDA's limit in y and z"
+        return self.launch
+
+    def launch(self, *args, **kwargs):
+        kwargs = {k: v for k, v in kwargs.items() if k not in OPTIONS}
+        bound = self.signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            is_pointer = name.endswith("_ptr")
+            assert isinstance(value, torch.Tensor) == is_pointer, f"{self.name}: {name}"
+            assert not is_pointer or value.is_cuda, f"{self.name}: {name} is on the CPU"
+        self.counts[self.name] = self.counts.get(self.name, 0) + 1
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """A torch that sees an H200, with kernels that are counted and not run."""
+    counts = {}
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Launches(getattr(module, name), counts))
+    fake = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device: None,
+        "memory_allocated": lambda device: 1 * GIB,
+        "max_memory_allocated": lambda device: 2 * GIB,
+        "memory_reserved": lambda device: 3 * GIB,
+        "mem_get_info": lambda device: (137 * GIB, 141 * GIB),
+    }
+    for name, function in fake.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    # Else a fake tensor of one known number would be computed with for real.
+    monkeypatch.setattr("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 0)
+    is_cuda = property(lambda tensor: tensor.device.type in ("cuda", "gpu"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
+    from_data(monkeypatch)
+    return counts
+
+
+def from_data(monkeypatch):
+    """Let Python's numbers come to the made-up device as they come to a GPU: by a copy."""
+    with torch.device("meta"):
+        torch.empty(0)  # the first of these notes down what torch.tensor is, for good
+    tensor, get, put = torch.tensor, torch.Tensor.__getitem__, torch.Tensor.__setitem__
+
+    def copied(data, dtype=None, device="cpu"):
+        return tensor(data, dtype=dtype).to(device)
+
+    def index(where):
+        return torch.tensor(where, dtype=torch.int64) if isinstance(where, list) else where
+
+    monkeypatch.setattr(torch, "tensor", copied)
+    monkeypatch.setattr(
+        torch.Tensor, "new_tensor", lambda self, data: copied(data, self.dtype, self.device)
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "__getitem__", lambda self, where: get(self, index(where))
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "__setitem__", lambda self, where, value: put(self, index(where), value)
+    )
+
+
+@pytest.fixture
+def numbers_are_zero(monkeypatch):
+    """Where the program looks at a fake tensor's numbers, it sees zeros."""
+
+    def zeros(tensor):
+        number = 0.0 if tensor.is_floating_point() else 0
+        for size in reversed(tensor.shape):
+            number = [number] * size
+        return number
+
+    monkeypatch.setattr(FakeTensor, "tolist", zeros)
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda tensor: 0.0)
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: False)
+
+
+class OnlyOnGpu(TorchDispatchMode):
+    """No operation may touch a tensor on the CPU: a captured step copies nothing over."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, out)):
+            is_elsewhere = isinstance(leaf, torch.Tensor) and not leaf.is_cuda
+            assert not is_elsewhere, f"{function} touches a tensor on {leaf.device}"
+        return out
+
+
+def fake_decoder(name="tiny", dtype=torch.bfloat16):
+    """A decoder on a GPU that is not there (call it in a FakeTensorMode)."""
+    with torch.device("meta"):
+        model = Decoder(DUMMIES[name])
+    weights = {
+        name: torch.empty(weight.shape, dtype=dtype, device=GPU)
+        for name, weight in model.state_dict().items()
+    }
+    model.load_state_dict(weights, assign=True)
+    model.inv_freq_R = torch.empty(model.inv_freq_R.shape, device=GPU)
+    return model.eval().requires_grad_(False)
+
+
+# ---- which device, which format --------------------------------------------------------
+
+
+def test_auto_takes_the_gpu_and_what_it_multiplies_in_hardware(launches, monkeypatch):
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
+    assert resolve_device("cpu") == torch.device("cpu")
+    gpu = torch.device("cuda", 0)
+    assert resolve_dtype("auto", gpu) == torch.bfloat16
+    assert resolve_dtype("float32", gpu) == torch.float32
+    for capability, dtype in {(8, 0): torch.bfloat16, (7, 5): torch.float16}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        assert resolve_dtype("auto", gpu) == dtype
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device is 'cuda'.*no CUDA device.*'cpu' or 'auto'"):
+        LLM("tiny", device="cuda")
+
+
+# ---- memory ----------------------------------------------------------------------------
+
+
+def test_what_is_left_for_the_cache():
+    memory = GpuMemory(total=100, others=5, before=30, peak=40)
+    # 90 may be used; 5 are others', 30 weights, 10 a step's
+    assert cache_bytes(memory, 0.9, has_graphs=False) == 90 - 5 - 30 - 10
+    assert cache_bytes(memory, 0.9, has_graphs=True) == 90 - 5 - 30 - 2 * 10
+    assert cache_bytes(memory, 0.4, has_graphs=False) < 0
+
+
+def test_measuring_a_step(launches):
+    steps = []
+    memory = device_module.measure_step(lambda: steps.append(1), torch.device("cuda", 0))
+    # of 141 GiB 137 are free, and 3 more are ours though nothing is in them
+    assert steps == [1] and memory == GpuMemory(141 * GIB, 1 * GIB, 1 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_the_pool_is_what_the_largest_step_leaves(
+    launches, numbers_are_zero, cuda_graphs, monkeypatch
+):
+    packed = []
+
+    def watch(rows, block_size, device="cpu"):
+        packed.append(rows)
+        return pack(rows, block_size, device)
+
+    monkeypatch.setattr("nanobatch.model_runner.pack", watch)
+    monkeypatch.setattr("nanobatch.decode_graphs.CudaCapture", lambda: lambda step: step)
+    knobs = {"max_num_seqs": 3, "max_num_batched_tokens": 200, "cuda_graphs": cuda_graphs}
+    with FakeTensorMode():
+        runner = ModelRunner(fake_decoder(), EngineConfig(**knobs, gpu_memory_utilization=0.1))
+    assert [len(row.token_ids) for row in packed[0]] == [67, 67, 66]
+    assert (runner.graphs is not None) == cuda_graphs
+    left = cache_bytes(GpuMemory(141 * GIB, GIB, GIB, 2 * GIB), 0.1, cuda_graphs)
+    size = bytes_per_block(DUMMIES["tiny"], 16, torch.bfloat16)
+    assert runner.config.num_blocks == left // size < MAX_AUTO_BLOCKS
+    assert runner.caches[0][0].shape[0] == runner.config.num_blocks
+    assert all(cache.is_cuda for pair in runner.caches for cache in pair)
+
+
+def test_memory_that_does_not_suffice_is_a_value_error(launches, numbers_are_zero, monkeypatch):
+    def run_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with FakeTensorMode():
+        model = fake_decoder()
+        with pytest.raises(ValueError, match="gpu_memory_utilization is 0.01.*max_num_seqs"):
+            ModelRunner(model, EngineConfig(gpu_memory_utilization=0.01))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", run_out)
+            with pytest.raises(ValueError, match="num_blocks is 9; .* GiB .* lower it"):
+                ModelRunner(model, EngineConfig(num_blocks=9))
+        monkeypatch.setattr(model, "logits", run_out)
+        with pytest.raises(ValueError, match="max_num_batched_tokens is 2048 .*lower them"):
+            ModelRunner(model, EngineConfig())
+
+
+# ---- steps -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"])
+def test_a_captured_step_neither_waits_nor_copies(name, launches):
+    """Either would end the capture with an error, on a GPU alone."""
+    config = DUMMIES[name]
+    with FakeTensorMode():
+        model = fake_decoder(name)
+        runner = ModelRunner(model, EngineConfig(num_blocks=40, cuda_graphs=False))
+
+        def forward(batch):
+            with OnlyOnGpu():
+                return model.logits(runner._hidden(batch, runner.caches))
+
+        steps = []
+        graphs = DecodeGraphs(
+            forward, 3, 256, config.vocab_size, runner.device,
+            capture=lambda step: steps.append(step) or step,
+        )  # fmt: skip
+        assert graphs.sizes == [1, 2, 3]
+        for step in steps:
+            launches.clear()
+            with torch.inference_mode():
+                step()
+            assert launches["rope_and_write_kernel"] == config.num_layers
+            assert launches["paged_attention_kernel"] == config.num_layers
+            assert launches["silu_mul_kernel"] == config.num_layers
+            norms_of_a_layer = 4 if config.qk_norm else 2
+            assert launches["rms_norm_kernel"] == norms_of_a_layer * config.num_layers + 1
+        batch = pack([Row([5], 20, [3, 1]), Row([6], 0, [2])], 16)
+        assert graphs.replay(batch).shape == (2, config.vocab_size)
+
+
+def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkeypatch):
+    """Prefill, chunks, decodes, every kind of sampling: an engine to its end."""
+    monkeypatch.setattr("nanobatch.decode_graphs.CudaCapture", lambda: lambda step: step)
+    config = EngineConfig(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=8)
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=5),
+        SamplingParams(temperature=1, top_k=5, top_p=0.9, min_p=0.1, max_tokens=4),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=1, frequency_penalty=1,
+                       min_tokens=2, stop_token_ids=(7,), max_tokens=6),
+        SamplingParams(temperature=0, logprobs=3, max_tokens=3),
+    ]  # fmt: skip
+    real_stack = torch.stack
+
+    def stack(tensors, *args, **kwargs):
+        """The sampler's look at its rows: all are numbers."""
+        out = real_stack(tensors, *args, **kwargs)
+        return SimpleNamespace(tolist=lambda: [[0] * out.shape[1], *[[1] * out.shape[1]] * 2])
+
+    monkeypatch.setattr("nanobatch.sampler.torch.stack", stack)
+    with FakeTensorMode():
+        runner = ModelRunner(fake_decoder(), config)
+        assert runner.backend == "triton" and runner.graphs.sizes == [1, 2, 4, 8]
+        engine = LLMEngine(runner.config, runner)
+        for i, params in enumerate(kinds):
+            engine.add_request([1] * (9 + i), params)
+        last = {}
+        while engine.has_unfinished():
+            last |= {out.request_id: out for out in engine.step()}
+    assert [len(last[str(i)].token_ids) for i in range(4)] == [5, 4, 6, 3]
+    assert all(out.finish_reason == "length" for out in last.values())
+
+
+def test_static_batches_on_a_gpu_mix_no_devices(launches, numbers_are_zero):
+    with FakeTensorMode():
+        steps = list(run_static_batch(fake_decoder(), [[1, 2, 3], [4]], [3, 2]))
+    assert steps == [{0: 0, 1: 0}, {0: 0, 1: 0}, {0: 0}]
