@@ -4,6 +4,7 @@
     python bench.py --model smollm2 --num-prompts 16 --max-num-seqs 4 --output-len 16 --repeat 1
                                                  (a real model: a minute and a half)
     python bench.py --save-json out.json --plot out.png
+    python bench.py --kernels                    each kernel against bandwidth and matrix rate
 
 The rungs, each on the identical requests, all of which arrive at once:
 
@@ -14,8 +15,9 @@ The rungs, each on the identical requests, all of which arrive at once:
     + prefix cache     blocks of the shared prefix are computed once
 
 Before any speed is printed, all rungs must have produced the same greedy tokens. Every rung is
-warmed up; rungs take turns over the repeats; the table shows medians. Flags and JSON keys
-follow `vllm bench`.
+warmed up; rungs take turns over the repeats; the table shows medians. (16-bit formats round
+differently at each size of a batch: there the table says how many outputs agree.) Flags and
+JSON keys follow `vllm bench`.
 """
 
 from __future__ import annotations
@@ -26,123 +28,39 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import nanobatch
-from nanobatch.config import DTYPES, EngineConfig
-from nanobatch.device import resolve_dtype
-from nanobatch.engine import LLMEngine, WallClock
+from nanobatch.config import DEVICES, DTYPES, EngineConfig
+from nanobatch.device import resolve_device, resolve_dtype
+from nanobatch.ladder import Run, make_ladder
 from nanobatch.loader import load
-from nanobatch.metrics import summarize
-from nanobatch.model_runner import ModelRunner
-from nanobatch.request import RequestMetrics, SamplingParams
-from nanobatch.static_batching import run_static_batch
-from nanobatch.workload import WorkItem, random_requests
+from nanobatch.machine import GpuUtilization, Machine, measure_machine
+from nanobatch.workload import random_requests
 
 
-@dataclass
-class Run:
-    """One system's pass over the requests; times in seconds from its start."""
-
-    outputs: list[list[int]]
-    metrics: list[RequestMetrics]
-    slot_utilization: float
-
-    def summary(self) -> dict[str, float]:
-        duration = max(m.finish_time for m in self.metrics)
-        return summarize(self.metrics, duration) | {"slot_utilization": self.slot_utilization}
-
-
-def run_static(model, items: Sequence[WorkItem], batch_size: int, num_slots: int) -> Run:
-    """Batches of batch_size in order of arrival. A row is credited at its own last token,
-    though a server that returns whole batches would make it wait for the longest."""
-    clock, outputs, metrics, num_turns, num_steps = WallClock(), [], [], 0, 0
-    start = clock.now()
-    for first in range(0, len(items), batch_size):
-        batch = items[first : first + batch_size]
-        now = clock.now() - start
-        rows = [
-            RequestMetrics(first_scheduled_time=now, num_prompt_tokens=len(i.prompt_token_ids))
-            for i in batch
-        ]
-        tokens: list[list[int]] = [[] for _ in batch]
-        prompts = [i.prompt_token_ids for i in batch]
-        for emitted in run_static_batch(model, prompts, [i.num_output_tokens for i in batch]):
-            now = clock.now() - start
-            num_steps += 1
-            num_turns += len(emitted)
-            for row, token_id in emitted.items():
-                tokens[row].append(token_id)
-                if len(tokens[row]) == 1:
-                    rows[row].first_token_time = now
-                rows[row].finish_time = now
-                rows[row].num_output_tokens = len(tokens[row])
-        outputs += tokens
-        metrics += rows
-    return Run(outputs, metrics, num_turns / (num_steps * num_slots))
-
-
-def run_engine(model, items: Sequence[WorkItem], config: EngineConfig) -> Run:
-    """A fresh engine, cold prefix cache included."""
-    runner = ModelRunner(model, config)
-    engine = LLMEngine(runner.config, runner)
-    start = engine.clock.now()
-    for i, item in enumerate(items):
-        params = SamplingParams(
-            temperature=0, max_tokens=item.num_output_tokens, ignore_eos=True
-        )
-        engine.add_request(item.prompt_token_ids, params, request_id=str(i), arrival_time=start)
-    done = {}
-    while engine.has_unfinished():
-        done |= {out.request_id: out for out in engine.step() if out.finished}
-    outs = [done[str(i)] for i in range(len(items))]
-    names = ("arrival_time", "first_scheduled_time", "first_token_time", "finish_time")
-    metrics = [
-        replace(o.metrics, **{n: getattr(o.metrics, n) - start for n in names}) for o in outs
-    ]
-    return Run([o.token_ids for o in outs], metrics, engine.stats.slot_utilization)
-
-
-def make_ladder(model, items: Sequence[WorkItem], args) -> dict[str, Callable[..., Run]]:
-    """The rungs by name; each takes the requests to run."""
-    longest = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
-    slots = args.max_num_seqs
-    chunked = EngineConfig(
-        block_size=args.block_size,
-        max_num_seqs=slots,
-        max_num_batched_tokens=max(slots, args.max_num_batched_tokens),
-        max_model_len=longest,
-        enable_prefix_caching=False,
-    )
-    whole = replace(
-        chunked,
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=max(longest, chunked.max_num_batched_tokens),
-    )
-    cached = replace(chunked, enable_prefix_caching=True)
-    return {
-        "sequential": lambda items: run_static(model, items, 1, slots),
-        "static": lambda items: run_static(model, items, slots, slots),
-        "continuous": lambda items: run_engine(model, items, whole),
-        "+ chunked prefill": lambda items: run_engine(model, items, chunked),
-        "+ prefix cache": lambda items: run_engine(model, items, cached),
-    }
-
-
-def check_same_tokens(runs: dict[str, Run]) -> None:
-    """Exit with a message unless all systems produced the same greedy tokens."""
+def compare_tokens(runs: dict[str, Run], is_exact: bool) -> str:
+    """What to say of the systems' greedy tokens. Exits if they are not comparable: other
+    tokens where is_exact, else other numbers of tokens."""
     reference_name, reference = next(iter(runs.items()))
+    differ = set()
     for name, run in runs.items():
         for i, (a, b) in enumerate(zip(reference.outputs, run.outputs, strict=True)):
-            if a != b:
+            if len(a) != len(b) or (is_exact and a != b):
                 sys.exit(
                     f"request {i}: {reference_name} has the tokens {a},\n{name} has {b}.\n"
                     "Systems that disagree are not compared."
                 )
+            if a != b:
+                differ.add(i)
+    if not differ:
+        return "the same in all"
+    num_same = len(reference.outputs) - len(differ)
+    return f"{num_same} of {len(reference.outputs)} outputs the same in all (16-bit numbers)"
 
 
 def print_table(systems: dict[str, dict[str, float]]) -> None:
@@ -154,21 +72,34 @@ def print_table(systems: dict[str, dict[str, float]]) -> None:
         "TTFT P50 ms": ("median_ttft_ms", 1, ".0f"),
         "TPOT P50 ms": ("median_tpot_ms", 1, ".2f"),
         "slots in use": ("slot_utilization", 1, ".0%"),
+        "of roofline": ("roofline_utilization", 1, ".0%"),
+        "NVML util.": ("nvml_gpu_utilization", 1, ".0%"),
     }
+    known = set.intersection(*(set(s) for s in systems.values()))
+    columns = {name: column for name, column in columns.items() if column[0] in known}
     print(f"{'':18}" + "".join(f"{name:>14}" for name in columns))
     for name, s in systems.items():
         cells = (format(s[key] * factor, spec) for key, factor, spec in columns.values())
         print(f"{name:18}" + "".join(f"{cell:>14}" for cell in cells))
+    if "roofline_utilization" in known:
+        print(
+            "\nof roofline: the least time for the work that was needed (weights, keys and "
+            "values read once,\nproducts at full rate) against the time it took. NVML util. is "
+            "another thing: the share of time in\nwhich any kernel ran, however little of the "
+            "GPU it used."
+        )
 
 
-def describe_machine() -> dict[str, str | int]:
+def describe_machine(device: torch.device) -> dict[str, str | int]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [x for x in info.read_text().splitlines() if x.startswith("model name")]
         cpu = names[0].partition(":")[2].strip() if names else cpu
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
         "date": datetime.date.today().isoformat(),
+        **gpu,
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -189,6 +120,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=DTYPES,
         help="float32 keeps greedy tokens comparable",
     )
+    add("--device", default="auto", choices=DEVICES)
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--kernels", action="store_true", help="time the kernels, not the engine")
     add("--num-prompts", type=int, default=48)
     add("--input-len", type=int, default=32, help="mean tokens of a prompt's own part")
     add("--output-len", type=int, default=48, help="mean tokens of an output")
@@ -223,7 +157,42 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> dict:
     args = parse_args(argv)
-    model = load(args.model, resolve_dtype(args.dtype, torch.device("cpu"))).model
+    device = resolve_device(args.device)
+    report = bench_kernels(args, device) if args.kernels else bench_engine(args, device)
+    if args.save_json:
+        Path(args.save_json).write_text(json.dumps(report, indent=2))
+    return report
+
+
+def print_heading(what: str, machine: dict, most: Machine | None) -> None:
+    print(f"{what}\n" + ", ".join(f"{key} {value}" for key, value in machine.items()))
+    if most is not None:
+        print(
+            f"measured now: copy {most.bandwidth / 1e9:.0f} GB/s, matrix product "
+            f"{most.flop_rate / 1e12:.4g} TFLOP/s"
+        )
+
+
+def bench_kernels(args, device: torch.device) -> dict:
+    from nanobatch.kernel_bench import KernelBench, print_lines
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    dtype = resolve_dtype(args.dtype, device)
+    most, machine = measure_machine(device, dtype), describe_machine(device)
+    print_heading(f"kernels, {str(dtype).removeprefix('torch.')}", machine, most)
+    with torch.inference_mode():
+        lines = print_lines(KernelBench(device, dtype, most).lines())
+    return {
+        "machine": machine | most._asdict(),
+        "args": vars(args),
+        "kernels": [line._asdict() for line in lines],
+    }
+
+
+def bench_engine(args, device: torch.device) -> dict:
+    dtype = resolve_dtype(args.dtype, device)
+    model = load(args.model, dtype, device).model
     is_small = sum(p.numel() for p in model.parameters()) < 10_000_000
     if args.threads or is_small:  # its products are too small to be shared between cores
         torch.set_num_threads(args.threads or 1)
@@ -236,34 +205,43 @@ def main(argv: Sequence[str] | None = None) -> dict:
         vocab_size=min(256, model.config.vocab_size),
         seed=args.seed,
     )
-    machine = describe_machine()
-    print(
+    machine = describe_machine(device)
+    most = measure_machine(device, dtype) if device.type == "cuda" else None
+    print_heading(
         f"{args.model}, {args.dtype}: {len(items)} requests at once, outputs of "
         f"{min(i.num_output_tokens for i in items)} to "
-        f"{max(i.num_output_tokens for i in items)} tokens, {args.max_num_seqs} slots\n"
-        + ", ".join(f"{key} {value}" for key, value in machine.items())
+        f"{max(i.num_output_tokens for i in items)} tokens, {args.max_num_seqs} slots",
+        machine,
+        most,
     )
-    rungs = make_ladder(model, items, args)
+    longest = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
+    config = EngineConfig(
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=max(args.max_num_seqs, args.max_num_batched_tokens),
+        cuda_graphs=not args.enforce_eager,
+    )
+    rungs = make_ladder(model, longest, config)
     for rung in rungs.values():
         rung([replace(item, num_output_tokens=2) for item in items[: args.max_num_seqs]])
     runs: dict[str, list[Run]] = {name: [] for name in rungs}
     for _ in range(args.repeat):
         for name, rung in rungs.items():
-            runs[name].append(rung(items))
-        check_same_tokens({name: all_runs[-1] for name, all_runs in runs.items()})
-    systems = {name: median_summary(all_runs) for name, all_runs in runs.items()}
-    print(f"greedy tokens: the same in all; medians of {args.repeat}\n")
+            with GpuUtilization(device) as gpu:
+                runs[name].append(rung(items))
+            runs[name][-1].gpu_utilization = gpu.mean
+        latest = {name: all_runs[-1] for name, all_runs in runs.items()}
+        tokens = compare_tokens(latest, is_exact=dtype == torch.float32)
+    systems = {name: median_summary(all_runs, most) for name, all_runs in runs.items()}
+    print(f"greedy tokens: {tokens}; medians of {args.repeat}\n")
     print_table(systems)
-    report = {"machine": machine, "args": vars(args), "systems": systems}
-    if args.save_json:
-        Path(args.save_json).write_text(json.dumps(report, indent=2))
     if args.plot:
         plot(Path(args.plot), systems, runs, args)
-    return report
+    return {"machine": machine, "args": vars(args), "systems": systems}
 
 
-def median_summary(runs: Sequence[Run]) -> dict[str, float]:
-    summaries = [run.summary() for run in runs]
+def median_summary(runs: Sequence[Run], machine: Machine | None) -> dict[str, float]:
+    summaries = [run.summary(machine) for run in runs]
     return {key: statistics.median(s[key] for s in summaries) for key in summaries[0]}
 
 

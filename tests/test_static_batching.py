@@ -13,9 +13,12 @@ import pytest
 import torch
 
 import bench
-from nanobatch import LLM, RequestMetrics, SamplingParams, viz
+from nanobatch import LLM, EngineConfig, RequestMetrics, SamplingParams, viz
+from nanobatch.ladder import Run, make_ladder
 from nanobatch.loader import load
+from nanobatch.machine import Machine
 from nanobatch.metrics import percentile, summarize
+from nanobatch.roofline import weights_of_layers
 from nanobatch.static_batching import run_static_batch
 from nanobatch.workload import lognormal_length, random_requests
 
@@ -73,12 +76,58 @@ def test_bench_writes_what_it_prints(tmp_path, capsys):
         assert (tmp_path / picture).stat().st_size > 10_000
 
 
-def test_bench_refuses_to_compare_systems_that_disagree(items):
-    run = bench.Run([[1, 2], [3]], [], 1.0)
-    bench.check_same_tokens({"a": run, "b": bench.Run([[1, 2], [3]], [], 1.0)})
-    for wrong in ([[1, 2], [4]], [[1], [3]], [[1, 2], [3, 4]]):
-        with pytest.raises(SystemExit, match="request"):
-            bench.check_same_tokens({"a": run, "b": bench.Run(wrong, [], 1.0)})
+def compared(a, b, is_exact):
+    return bench.compare_tokens(
+        {n: Run(x, [], 1.0, []) for n, x in (("a", a), ("b", b))}, is_exact
+    )
+
+
+def test_bench_refuses_to_compare_systems_that_disagree():
+    tokens = [[1, 2], [3]]
+    for is_exact in (True, False):
+        assert compared(tokens, tokens, is_exact) == "the same in all"
+        for wrong in ([[1], [3]], [[1, 2], [3, 4]]):
+            with pytest.raises(SystemExit, match="request"):
+                compared(tokens, wrong, is_exact)
+    with pytest.raises(SystemExit, match="request 1"):
+        compared(tokens, [[1, 2], [4]], is_exact=True)
+    # 16-bit numbers round differently in batches of other sizes: said, not refused
+    said = compared(tokens, [[1, 2], [4]], is_exact=False)
+    assert said.startswith("1 of 2 outputs the same in all")
+
+
+def test_the_ladder_s_work_by_hand(model, items):
+    """Steps, rows and logits of each rung are those that roofline.py is told."""
+    config = EngineConfig(block_size=4, max_num_seqs=3, max_num_batched_tokens=16)
+    longest = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
+    shape = model.config
+    prompt_tokens = sum(len(i.prompt_token_ids) for i in items)
+    for name, rung in make_ladder(model, longest, config).items():
+        run = rung(items)
+        # Whatever the steps: each prompt token, and each output token but the last, is
+        # computed once (cached ones not at all), each output token takes one lm_head row.
+        num_cached = sum(m.num_cached_tokens for m in run.metrics)
+        assert (num_cached > 0) == (name == "+ prefix cache")
+        tokens = prompt_tokens - num_cached + sum(i.num_output_tokens - 1 for i in items)
+        num_logits = sum(i.num_output_tokens for i in items)
+        scores = sum(
+            position + 1
+            for i, m in zip(items, run.metrics, strict=True)
+            for position in range(
+                m.num_cached_tokens, len(i.prompt_token_ids) + i.num_output_tokens - 1
+            )
+        )
+        flops = 2 * (
+            tokens * weights_of_layers(shape)
+            + num_logits * shape.vocab_size * shape.hidden_size
+            + scores * shape.num_layers * 2 * shape.num_heads * shape.head_dim
+        )
+        assert sum(w.flops for w in run.work) == flops, name
+        at_best = sum(w.bytes for w in run.work) / 1e9
+        duration = max(m.finish_time for m in run.metrics)
+        summary = run.summary(Machine(bandwidth=1e9, flop_rate=1e30))
+        assert summary["roofline_utilization"] == pytest.approx(at_best / duration)
+        assert "roofline_utilization" not in run.summary(None)
 
 
 def test_bench_names_a_bad_flag():

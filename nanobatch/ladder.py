@@ -1,0 +1,153 @@
+"""The same requests through each way of batching: the rungs that bench.py names and measures.
+
+Always holds: every rung is given the same requests, all at once, and the same slots. A pass
+gives the tokens too, so that whoever compares speeds can check first that the work was the
+same, and the least work of each step (roofline.py), so that a speed can be held against what
+the machine can do.
+
+Taught in notebooks/08_measuring_honestly.ipynb. Source: the comparison is that of Orca (Yu et
+al., OSDI 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from nanobatch.config import EngineConfig, cdiv
+from nanobatch.engine import LLMEngine, StepResult, WallClock
+from nanobatch.machine import Machine
+from nanobatch.metrics import summarize
+from nanobatch.model import Decoder
+from nanobatch.model_runner import ModelRunner
+from nanobatch.request import RequestMetrics, SamplingParams
+from nanobatch.roofline import Work, step_work
+from nanobatch.scheduler import SchedulerOutput
+from nanobatch.static_batching import run_static_batch
+from nanobatch.workload import WorkItem
+
+
+@dataclass
+class Run:
+    """One system's pass over the requests; times in seconds from its start.
+
+    work: the least that each step had to do. gpu_utilization: what NVML says, if it does.
+    """
+
+    outputs: list[list[int]]
+    metrics: list[RequestMetrics]
+    slot_utilization: float
+    work: list[Work]
+    gpu_utilization: float | None = None
+
+    def summary(self, machine: Machine | None) -> dict[str, float]:
+        duration = max(m.finish_time for m in self.metrics)
+        figures = summarize(self.metrics, duration)
+        figures["slot_utilization"] = self.slot_utilization
+        if machine is not None:
+            at_best = sum(work.seconds(*machine) for work in self.work)
+            figures["roofline_utilization"] = at_best / duration
+        if self.gpu_utilization is not None:
+            figures["nvml_gpu_utilization"] = self.gpu_utilization
+        return figures
+
+
+@dataclass
+class WatchedRunner:
+    """A runner that notes the least work of each of its steps."""
+
+    runner: ModelRunner
+    work: list[Work] = field(default_factory=list)
+
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        rows = [(s.request.num_computed_tokens, s.num_tokens) for s in plan.scheduled]
+        num_logits = sum(s.samples for s in plan.scheduled)
+        itemsize = self.runner.dtype.itemsize
+        self.work.append(step_work(self.runner.model.config, rows, num_logits, itemsize))
+        return self.runner.run(plan)
+
+
+def run_static(model, items: Sequence[WorkItem], batch_size: int, num_slots: int) -> Run:
+    """Batches of batch_size in order of arrival. A row is credited at its own last token,
+    though a server that returns whole batches would make it wait for the longest."""
+    clock, outputs, metrics, num_turns, work = WallClock(), [], [], 0, []
+    itemsize = model.embed.weight.dtype.itemsize
+    start = clock.now()
+    for first in range(0, len(items), batch_size):
+        batch = items[first : first + batch_size]
+        now = clock.now() - start
+        rows = [
+            RequestMetrics(first_scheduled_time=now, num_prompt_tokens=len(i.prompt_token_ids))
+            for i in batch
+        ]
+        tokens: list[list[int]] = [[] for _ in batch]
+        prompts = [i.prompt_token_ids for i in batch]
+        steps = [(0, len(prompt)) for prompt in prompts]
+        for emitted in run_static_batch(model, prompts, [i.num_output_tokens for i in batch]):
+            now = clock.now() - start
+            num_turns += len(emitted)
+            alive = [steps[row] for row in emitted]
+            work.append(step_work(model.config, alive, len(alive), itemsize))
+            steps = [(start + num_tokens, 1) for start, num_tokens in steps]
+            for row, token_id in emitted.items():
+                tokens[row].append(token_id)
+                if len(tokens[row]) == 1:
+                    rows[row].first_token_time = now
+                rows[row].finish_time = now
+                rows[row].num_output_tokens = len(tokens[row])
+        outputs += tokens
+        metrics += rows
+    return Run(outputs, metrics, num_turns / (len(work) * num_slots), work)
+
+
+def run_engine(runner: ModelRunner, items: Sequence[WorkItem], config: EngineConfig) -> Run:
+    """A fresh engine, cold prefix cache included: a runner keeps nothing between requests."""
+    watched = WatchedRunner(runner)
+    engine = LLMEngine(replace(config, num_blocks=runner.config.num_blocks), watched)
+    start = engine.clock.now()
+    for i, item in enumerate(items):
+        params = SamplingParams(
+            temperature=0, max_tokens=item.num_output_tokens, ignore_eos=True
+        )
+        engine.add_request(item.prompt_token_ids, params, request_id=str(i), arrival_time=start)
+    done = {}
+    while engine.has_unfinished():
+        done |= {out.request_id: out for out in engine.step() if out.finished}
+    outs = [done[str(i)] for i in range(len(items))]
+    names = ("arrival_time", "first_scheduled_time", "first_token_time", "finish_time")
+    metrics = [
+        replace(o.metrics, **{n: getattr(o.metrics, n) - start for n in names}) for o in outs
+    ]
+    tokens = [o.token_ids for o in outs]
+    return Run(tokens, metrics, engine.stats.slot_utilization, watched.work)
+
+
+def make_ladder(
+    model: Decoder, longest: int, config: EngineConfig
+) -> dict[str, Callable[[Sequence[WorkItem]], Run]]:
+    """The rungs by name; each takes the requests to run.
+
+    Args:
+        model: with its weights.
+        longest: tokens of the longest request, prompt and output.
+        config: block_size, max_num_seqs, the budget of the chunked rungs, cuda_graphs.
+    """
+    slots = config.max_num_seqs
+    chunked = replace(config, max_model_len=longest, enable_prefix_caching=False)
+    whole = replace(
+        chunked,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=max(longest, chunked.max_num_batched_tokens),
+    )
+    cached = replace(chunked, enable_prefix_caching=True)
+    # One runner serves all; on a GPU its pool is what they need, not all memory there is.
+    on_cuda = model.embed.weight.is_cuda
+    num_blocks = slots * cdiv(longest, config.block_size) if on_cuda else None
+    runner = ModelRunner(model, replace(whole, num_blocks=num_blocks))
+    return {
+        "sequential": lambda items: run_static(model, items, 1, slots),
+        "static": lambda items: run_static(model, items, slots, slots),
+        "continuous": lambda items: run_engine(runner, items, whole),
+        "+ chunked prefill": lambda items: run_engine(runner, items, chunked),
+        "+ prefix cache": lambda items: run_engine(runner, items, cached),
+    }

@@ -1,0 +1,89 @@
+"""The least work that a step can be: bytes to move, operations to compute.
+
+A step reads all weights once, reads every key and value that its queries see once, writes the
+new ones, and multiplies. However it is programmed, it takes at least
+
+    seconds = max(bytes / bandwidth, operations / rate)            the roofline
+
+    decode, batch 1     2 operations for each weight read: the bandwidth decides
+    decode, batch 64    128 for each weight, still 4 for each key and value of a group of 4
+    prefill             2 x tokens for each weight: the matrix rate decides
+
+What is left out is small: norms, biases, activations (which a fused engine keeps on the chip),
+embeddings (a row for each token). Plain arithmetic, without torch.
+
+Taught in notebooks/01_why_decoding_is_slow.ipynb. Source: the roofline model (Williams,
+Waterman and Patterson, CACM 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nanobatch.config import ModelConfig
+
+
+class Work(NamedTuple):
+    """bytes: to and from memory. flops: floating-point operations, a multiply-add is two."""
+
+    bytes: int
+    flops: int
+
+    def seconds(self, bandwidth: float, flop_rate: float) -> float:
+        """The least time, on a machine of that bandwidth (bytes/s) and rate (FLOP/s)."""
+        return max(self.bytes / bandwidth, self.flops / flop_rate)
+
+
+def weights_of_layers(model: ModelConfig) -> int:
+    """How many weights the matrix products of all layers have."""
+    E, D = model.hidden_size, model.head_dim
+    qkv = E * (model.num_heads + 2 * model.num_kv_heads) * D
+    o = model.num_heads * D * E
+    mlp = 3 * E * model.intermediate_size
+    return model.num_layers * (qkv + o + mlp)
+
+
+def keys_seen(start: int, num_tokens: int, window: int | None) -> tuple[int, int]:
+    """(keys that any of the queries sees, scores: keys summed over the queries).
+
+    The queries are at positions start .. start + num_tokens - 1; each sees what is before it,
+    itself included, at most `window` keys.
+    """
+    end = start + num_tokens
+    if window is None:
+        window = end
+    first = max(0, start - window + 1)
+    short = max(0, min(end, window) - start)  # queries that see all there is before them
+    scores = short * start + short * (short + 1) // 2 + (num_tokens - short) * window
+    return end - first, scores
+
+
+def step_work(
+    model: ModelConfig, rows: Iterable[tuple[int, int]], num_logits: int, itemsize: int
+) -> Work:
+    """The least work of one step.
+
+    Args:
+        model: the decoder's shape.
+        rows: for each sequence (tokens in the cache before the step, tokens to compute).
+        num_logits: rows that sample, and so go through lm_head.
+        itemsize: bytes of one number of weights and cache.
+    """
+    rows = list(rows)
+    num_tokens = sum(n for _, n in rows)
+    num_keys = num_scores = 0
+    for layer in range(model.num_layers):
+        seen = [keys_seen(start, n, model.window(layer)) for start, n in rows]
+        num_keys += sum(keys for keys, _ in seen)
+        num_scores += sum(scores for _, scores in seen)
+    num_written = num_tokens * model.num_layers
+    lm_head = model.vocab_size * model.hidden_size if num_logits else 0
+    kv_width = 2 * model.num_kv_heads * model.head_dim
+    num_moved = weights_of_layers(model) + lm_head + (num_keys + num_written) * kv_width
+    num_multiplies = (
+        num_tokens * weights_of_layers(model)
+        + num_logits * lm_head
+        + num_scores * 2 * model.num_heads * model.head_dim  # query x key, weight x value
+    )
+    return Work(num_moved * itemsize, 2 * num_multiplies)
