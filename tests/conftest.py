@@ -7,18 +7,20 @@ the compiler (test_compiled_kernels.py) starts a process of its own.
 
 import os
 
+import pytest
 import torch
 
+sees_gpu = torch.cuda.is_available
+HAS_GPU = sees_gpu()
 torch.set_num_threads(1)
-if not torch.cuda.is_available():
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items):
-    """Tests marked gpu are skipped, not failed, where there is none."""
-    import pytest
-
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+def pytest_runtest_setup(item):
+    """Tests marked gpu are skipped where there is none. To the others there never is one, so
+    that they are the same everywhere."""
+    is_for_gpu = "gpu" in item.keywords
+    if is_for_gpu and not HAS_GPU:
+        pytest.skip("no CUDA device")
+    torch.cuda.is_available = sees_gpu if is_for_gpu else lambda: False

@@ -18,6 +18,8 @@ from nanobatch.loader import load
 from nanobatch.model_runner import ModelRunner
 
 pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("Triton's interpreter is off; see test_gpu.py", allow_module_level=True)
 P = 4
 
 

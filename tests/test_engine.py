@@ -39,15 +39,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TOKENIZER = ByteTokenizer()
 BOS, EOS = 256, 257
 NAN = math.nan
+DEVICE = "cpu"  # of the engines; test_gpu.py runs many of these tests with "cuda"
 
 
 # ---- the oracle ------------------------------------------------------------------------
 
 
 @functools.cache
-def tiny():
+def tiny(device="cpu"):
     """The bundled model in float32; shared, so nobody may change it."""
-    return load("tiny", torch.float32).model
+    return load("tiny", torch.float32, device).model
 
 
 def dense_attend(layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, sliding_window=None):
@@ -150,13 +151,13 @@ def test_the_oracle_is_the_model_that_transformers_loads():
 def tiny_engine(wrap=lambda runner: runner, **knobs):
     """An engine on the bundled model; wrap may put something around its runner."""
     knobs = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8} | knobs
-    runner = ModelRunner(tiny(), EngineConfig(dtype="float32", **knobs))
+    runner = ModelRunner(tiny(DEVICE), EngineConfig(dtype="float32", **knobs))
     return LLMEngine(runner.config, wrap(runner), tokenizer=TOKENIZER)
 
 
 def tiny_llm(**knobs):
     knobs = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8} | knobs
-    return LLM("tiny", dtype="float32", **knobs)
+    return LLM("tiny", dtype="float32", device=DEVICE, **knobs)
 
 
 class Watch:
@@ -412,9 +413,10 @@ class Poison:
                 is_free_NP[block, : max(0, num_computed)] = False
         if config.enable_prefix_caching:
             is_free_NP[list(self.full)] = False
+        is_free_N1P1 = is_free_NP[:, None, :, None].to(self.runner.device)
         for k_cache_NKPD, v_cache_NKPD in self.runner.caches:
-            k_cache_NKPD.masked_fill_(is_free_NP[:, None, :, None], NAN)
-            v_cache_NKPD.masked_fill_(is_free_NP[:, None, :, None], NAN)
+            k_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
+            v_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
         return self.runner.run(plan)
 
 
@@ -459,7 +461,7 @@ def test_blocks_in_any_order_and_any_padding(monkeypatch):
 
     random = Random(1)
 
-    def pack_and_pad(rows, block_size, device):
+    def pack_and_pad(rows, block_size, device="cpu"):
         batch = pack(rows, block_size, device)
         for i, row in enumerate(rows):
             for b in range(len(row.block_table), batch.block_tables_SB.shape[1]):

@@ -2,7 +2,7 @@
 
 The twins are proved elsewhere against float64 and transformers (test_attention.py). Here:
 numbers, layouts, edges and poison (invariants 12, 14, 16; PROPERTIES 24, 26 to 31). On a
-machine with a GPU the same tests run compiled.
+machine with a GPU the same tests run compiled, under -m gpu.
 """
 
 import random
@@ -20,7 +20,9 @@ triton = pytest.importorskip("triton")
 from nanobatch import elementwise_kernels as kernels  # noqa: E402
 from nanobatch.paged_attention_kernel import triton_paged_attention  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MIXED = [(1, 1), (1, 17), (5, 5), (3, 9), (1, 33), (17, 20)]  # (query tokens, keys)
 
