@@ -116,9 +116,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default="tiny", help="anything LLM() takes (default: %(default)s)")
     add(
         "--dtype",
-        default="float32",
         choices=DTYPES,
-        help="float32 keeps greedy tokens comparable",
+        help="default: float32, which keeps greedy tokens comparable; auto with --kernels",
     )
     add("--device", default="auto", choices=DEVICES)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -137,6 +136,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save-json", metavar="FILE")
     add("--plot", metavar="FILE", help="bars of the table, and FILE's twin *_timeline")
     args = parser.parse_args(argv)
+    args.dtype = args.dtype or ("auto" if args.kernels else "float32")
     least = dict.fromkeys(("prefix_len", "sigma"), 0)
     least |= dict.fromkeys(
         ("num_prompts", "input_len", "output_len", "block_size", "repeat"), 1

@@ -41,6 +41,8 @@ class Run:
     gpu_utilization: float | None = None
 
     def summary(self, machine: Machine | None) -> dict[str, float]:
+        """The figures under the keys of bench.py's JSON; a share of the roofline if the
+        machine was measured."""
         duration = max(m.finish_time for m in self.metrics)
         figures = summarize(self.metrics, duration)
         figures["slot_utilization"] = self.slot_utilization

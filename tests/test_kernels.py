@@ -87,8 +87,11 @@ def test_launches_of_any_size(block_m, tile):
 
 
 @pytest.mark.parametrize("num_splits", [2, 4, 16])
-def test_splits_and_empty_splits(num_splits):
-    """With 16 splits and tiles of 16 keys most splits of these sequences are empty."""
+def test_splits_and_empty_splits(num_splits, monkeypatch):
+    """With 16 splits and tiles of 16 keys most splits of these sequences are empty; what
+    they leave unwritten is NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     args = case(MIXED)
     compare(*args, plan=plan_of(len(args[0]), len(MIXED), 3, num_splits=num_splits))
 
@@ -120,6 +123,20 @@ def test_sliding_window(window, num_splits):
     args = case(lens)
     plan = plan_of(len(args[0]), len(lens), 3, num_splits=num_splits)
     compare(*args, plan=plan, sliding_window=window)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_scores_far_from_zero(num_splits, sign):
+    """Around +-300: exp of none of them is a float32."""
+    q_THD, k_cache, v_cache, batch = case(MIXED)
+    plan = plan_of(len(q_THD), len(MIXED), 3, num_splits=num_splits)
+    q_THD, k_cache = sign * q_THD.abs(), k_cache.abs()
+    found = triton_paged_attention(q_THD, k_cache, v_cache, batch, scale=8.0, plan=plan)
+    wanted = attention.paged_attention(
+        q_THD.double(), k_cache.double(), v_cache.double(), batch, scale=8.0, backend="torch"
+    )
+    torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=0)
 
 
 def test_softcap_and_scale():
