@@ -19,10 +19,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-BATCHING = ("continuous",)
-POLICIES = ("fcfs",)
-ADMISSIONS = ("on_demand",)
-PREEMPTIONS = ("recompute",)
+BATCHING = ("continuous", "static")
+POLICIES = ("fcfs", "sjf", "priority")
+ADMISSIONS = ("on_demand", "reserve", "predict")
+PREEMPTIONS = ("recompute", "swap")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -91,18 +91,22 @@ class EngineConfig:
         num_blocks: blocks in the pool; None: on a CPU what max_num_seqs requests of
             max_model_len need, at most 2 GiB; on a GPU what its memory has left after the
             weights and one step of the largest size (ModelRunner.config has the number).
-        num_host_blocks: blocks of host memory to swap to (preemption by swap is to come).
+        num_host_blocks: blocks of host memory to swap to.
         max_num_seqs: most requests in `running` at once.
         max_num_batched_tokens: the token budget of one step.
         max_model_len: most tokens of a request, prompt and output; None: the model's own.
-        batching: "continuous": anyone may join at any step.
-        policy: "fcfs": first come, first served.
-        max_wait: seconds after which a waiting request comes first under any policy; under
-            "fcfs" it comes first anyway.
-        admission: "on_demand": enter on what is needed now; preempt when that was wrong.
+        batching: "continuous": anyone may join at any step; "static": a batch is gathered
+            once, and runs until its last request has finished.
+        policy: "fcfs": first come, first served; "sjf": shortest job first; "priority": lower
+            first, then arrival (policy.py).
+        max_wait: seconds after which a waiting request comes first under any policy.
+        admission: "on_demand": enter on what is needed now, preempt when that was wrong;
+            "reserve": enter if prompt + max_tokens fit to the end; "predict": enter if the
+            expected peak of all fits (admission.py).
         enable_chunked_prefill: a prompt may be computed over several steps.
         enable_prefix_caching: full blocks are found again by what is in them.
-        preemption: "recompute": a preempted request starts anew from its tokens.
+        preemption: "recompute": a preempted request starts anew from its tokens; "swap": its
+            blocks wait in host memory, as far as num_host_blocks go (host_pool.py).
         attention_backend: "torch" or "triton" (on a CPU only in Triton's interpreter);
             "auto" is the best there is on the device.
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
@@ -173,6 +177,8 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be >= "
                 f"max_num_seqs, which is {self.max_num_seqs}"
             )
+        if self.preemption == "swap" and self.num_host_blocks == 0:
+            raise ValueError("num_host_blocks is 0; preemption by swap needs >= 1")
         longest_whole_prompt = self.max_model_len or 0
         if (
             not self.enable_chunked_prefill

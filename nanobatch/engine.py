@@ -29,8 +29,9 @@ from typing import Protocol
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
 from nanobatch.metrics import EngineStats
+from nanobatch.plan import SchedulerOutput
 from nanobatch.request import Request, RequestOutput, SamplingParams
-from nanobatch.scheduler import Scheduler, SchedulerOutput
+from nanobatch.scheduler import Scheduler
 from nanobatch.tokenizer import IncrementalDetokenizer
 
 

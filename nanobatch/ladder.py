@@ -20,9 +20,9 @@ from nanobatch.machine import Machine
 from nanobatch.metrics import summarize
 from nanobatch.model import Decoder
 from nanobatch.model_runner import ModelRunner
+from nanobatch.plan import SchedulerOutput
 from nanobatch.request import RequestMetrics, SamplingParams
 from nanobatch.roofline import Work, step_work
-from nanobatch.scheduler import SchedulerOutput
 from nanobatch.static_batching import run_static_batch
 from nanobatch.workload import WorkItem
 

@@ -28,9 +28,9 @@ from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, cache_bytes, measure_step
 from nanobatch.engine import StepResult
 from nanobatch.model import Decoder
+from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.request import Request, SamplingParams
 from nanobatch.sampler import SamplingRow, sample
-from nanobatch.scheduler import ScheduledRequest, SchedulerOutput
 
 CPU_CACHE_BYTES = 2 * GIB  # of the cache, unless num_blocks says how much
 MAX_CACHE_BYTES = 2**40

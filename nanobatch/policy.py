@@ -1,26 +1,46 @@
-"""Who is next, and who may enter.
+"""Who is next.
 
 A policy is an object with `key(request, now)`; the smallest key goes first. Ties go by
-arrival. Whoever is next and may not enter stops admission: nobody slips past. To add one,
-write the class, and hand it to `Scheduler(config, allocator, policy=...)`.
+arrival. To add one, write the class, and hand it to `Scheduler(config, allocator, policy=...)`.
+Whoever is next and may not enter stops admission: nobody slips past.
 
-Admission decides whether there is memory for whoever is next.
+    waiting, by arrival       r3 (4 s)   r4 (3 s)   r5 (1 s)   r6 (0 s)       max_wait 2 s
+    tokens left to do           900        120         30         40
+    "fcfs"                      1          2           3          4
+    "sjf"                       4          3           1          2
+    "sjf" with max_wait         1          2           3          4           r3, r4 are overdue
 
-Taught in notebooks/03_iteration_level_scheduling.ipynb.
+Always holds (invariant 9): whoever has waited max_wait comes before all who have not, in order
+of arrival, whatever the policy says; so nobody starves.
+
+Taught in notebooks/03_iteration_level_scheduling.ipynb. Sources: Orca (Yu et al., OSDI 2022)
+for FCFS; FastServe (Wu et al., 2023) and learning to rank (Fu et al., NeurIPS 2024) for
+shortest job first without knowing the length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import cdiv
-from nanobatch.request import Request, RequestStatus
+from nanobatch.request import Request
+
+HISTORY = 1000  # finished requests that LearnedLengths remembers
+
+PredictLength = Callable[[Request], float]  # expected output tokens in all
 
 
 class Policy(Protocol):
-    """What the scheduler asks of a policy."""
+    """What the scheduler asks of a policy.
+
+    It may also have `observe(request)`, which is told of each request that has finished, and
+    two attributes: `preempts_worst`, if the victim of a preemption is to be the running request
+    with the largest key, not the last admitted; and `uses_hits`, if its keys look at
+    `request.num_hit_tokens`.
+    """
 
     def key(self, request: Request, now: float) -> object:
         """Comparable; the request with the smallest is admitted next."""
@@ -40,46 +60,121 @@ class FCFS:
         return arrival(request)
 
 
-def make_policy(name: str) -> Policy:
-    """The policy that EngineConfig.policy names (config.py has checked the name)."""
-    return {"fcfs": FCFS}[name]()
+class SJF:
+    """Shortest job first: the fewest tokens left to do.
 
-
-def admits_on_demand(
-    request: Request,
-    cached: Sequence[int],
-    scheduled: Iterable[Request],
-    allocator: BlockAllocator,
-) -> bool:
-    """Admission "on_demand" (vLLM; TensorRT-LLM's MAX_UTILIZATION): is there room now?
-
-    Room for all tokens the request has so far, not for those it may yet generate; when that
-    turns out wrong, somebody is preempted. It looks one step ahead: the blocks that those in
-    the plan will want next must be there too, else somebody would be preempted at once.
+    Left are the tokens that are in no cache, and the output that is yet expected. It is the
+    best there is for the mean wait, and starves whoever is long (see max_wait).
 
     Args:
-        request: who wants in.
-        cached: blocks of its prefix hit. Those that are free now count as taken by it.
-        scheduled: who is in the plan already, their blocks for this step allocated.
-        allocator: the pool.
+        predict: from a request to the output tokens expected of it in all; by default its
+            max_tokens. LearnedLengths() learns it from those that finish.
     """
 
-    def num_blocks_next_step(r: Request) -> int:
-        # All known tokens and one more; the very last token of a request is never computed.
-        return cdiv(min(r.num_tokens + 1, r.max_total_tokens - 1), allocator.block_size)
+    uses_hits = True
 
-    num_taken_by_hit = sum(allocator.ref_count(block) == 0 for block in cached)
-    num_needed = num_blocks_next_step(request) - len(cached) + num_taken_by_hit
-    num_needed += sum(num_blocks_next_step(r) - len(r.block_table) for r in scheduled)
-    return num_needed <= allocator.num_free_blocks
+    def __init__(self, predict: PredictLength | None = None):
+        self.predict = max_tokens if predict is None else predict
+
+    def key(self, request: Request, now: float) -> float:
+        """Tokens left to do."""
+        num_output_left = self.predict(request) - len(request.output_token_ids)
+        num_uncached = request.num_uncomputed_tokens - request.num_hit_tokens
+        return num_uncached + max(0, num_output_left)
+
+    def observe(self, request: Request) -> None:
+        """Let the prediction learn, if it does."""
+        observe(self.predict, request)
 
 
-def waits_for_leader(request: Request, allocator: BlockAllocator) -> bool:
-    """Whether waiting a little turns the prompt of one of n siblings into a prefix hit."""
-    leader = request.leader
-    if leader is None or not allocator.enable_prefix_caching:
-        return False
-    num_full_blocks = (len(leader.prompt_token_ids) - 1) // allocator.block_size
-    num_shared = num_full_blocks * allocator.block_size
-    is_running = leader.status is RequestStatus.RUNNING
-    return is_running and leader.num_computed_tokens < num_shared
+class Priority:
+    """Lower request.priority first; the victim of a preemption is the one with the highest."""
+
+    preempts_worst = True
+
+    def key(self, request: Request, now: float) -> float:
+        """What the user said."""
+        return request.priority
+
+
+def make_policy(name: str) -> Policy:
+    """The policy that EngineConfig.policy names (config.py has checked the name)."""
+    return {"fcfs": FCFS, "sjf": SJF, "priority": Priority}[name]()
+
+
+def observe(who: object, request: Request) -> None:
+    """Tell a policy, an admission rule or a prediction of a finished request, if it listens."""
+    listen = getattr(who, "observe", None)
+    if listen is not None:
+        listen(request)
+
+
+def in_order(
+    waiting: Sequence[Request], policy: Policy, now: float, max_wait: float | None
+) -> Iterator[Request]:
+    """The waiting requests, next one first. Keys are computed when the first is asked for.
+
+    Args:
+        waiting: in order of arrival. The caller takes out of it each request that it goes on
+            past.
+        policy: whose keys count.
+        now: seconds.
+        max_wait: seconds after which a request is overdue; None: never.
+    """
+    if isinstance(policy, FCFS):  # is in order already, the overdue ones first
+        while waiting:
+            yield waiting[0]
+        return
+    num_overdue = 0
+    if max_wait is not None:
+        num_overdue = bisect.bisect_right(waiting, now - max_wait, key=lambda r: r.arrival_time)
+    overdue, others = waiting[:num_overdue], waiting[num_overdue:]
+    yield from overdue
+    heap = [(policy.key(r, now), arrival(r), r) for r in others]
+    heapq.heapify(heap)  # cheaper than sorting: few will be admitted
+    while heap:
+        yield heapq.heappop(heap)[-1]
+
+
+# -------------------------------------------------------------- how long an output will be
+
+
+def max_tokens(request: Request) -> int:
+    """The most it can be."""
+    return request.max_tokens
+
+
+class LearnedLengths:
+    """Expects of a request what finished ones came to: of those that were longer than it is
+    now, the mean; at most its max_tokens. Knowing nothing yet, it expects max_tokens.
+
+    Source: the history of output lengths in LightLLM's past-future scheduler (Gong et al.,
+    ASPLOS 2025).
+    """
+
+    def __init__(self, history: int = HISTORY):
+        self._recent: deque[int] = deque(maxlen=history)
+        self._lengths: list[int] = []  # the same, ascending
+        self._sums_from: list[int] = [0]  # of _lengths from each index on
+
+    def observe(self, request: Request) -> None:
+        """Remember the length of a finished request, and forget the oldest."""
+        if len(self._recent) == self._recent.maxlen:
+            self._lengths.pop(bisect.bisect_left(self._lengths, self._recent[0]))
+        length = len(request.output_token_ids)
+        self._recent.append(length)
+        bisect.insort(self._lengths, length)
+        self._sums_from = []
+
+    def __call__(self, request: Request) -> float:
+        """Expected output tokens in all."""
+        if not self._sums_from:
+            self._sums_from = [0]
+            for length in reversed(self._lengths):
+                self._sums_from.append(self._sums_from[-1] + length)
+            self._sums_from.reverse()
+        first = bisect.bisect_right(self._lengths, len(request.output_token_ids))
+        num_longer = len(self._lengths) - first
+        if num_longer == 0:
+            return request.max_tokens
+        return min(request.max_tokens, self._sums_from[first] / num_longer)

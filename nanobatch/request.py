@@ -131,6 +131,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when it was admitted
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0  # computed before, and lost to a preemption
 
     @property
     def queue_time(self) -> float | None:
@@ -214,6 +215,8 @@ class Request:
         self.seed = params.seed  # set by the engine where params bring none
         self.leader: Request | None = None  # the first of n siblings, whose prompt it shares
         self.arrival_order = 0  # set by the scheduler; breaks ties of arrival_time
+        self.num_hit_tokens = 0  # that the prefix cache had when a policy last asked
+        self.num_lost_tokens = 0  # computed, and lost to a preemption, until it is back
 
     @property
     def num_tokens(self) -> int:
@@ -248,8 +251,7 @@ class Request:
         self.token_ids.append(token_id)
         num_output = len(self.output_token_ids)
         self.metrics.num_output_tokens = num_output
-        may_stop = num_output > self.params.min_tokens
-        if may_stop and token_id in self.stop_token_ids:
+        if token_id in self.stop_token_ids and num_output > self.params.min_tokens:
             return "stop"
         return "length" if num_output >= self.max_tokens else None
 

@@ -19,6 +19,10 @@ The life of a step:
     ... the runner computes the plan ...
     scheduler.update(plan, token_ids, now)   advance, append, cache full blocks, finish, free
 
+Who is next is the policy's business (policy.py), who may enter that of the admission rule
+(admission.py). With static batching the batch is gathered once, from those who wait when it is
+empty; a finished row gives back its blocks and keeps its slot until all have finished.
+
 Always holds (invariants 7 to 11): the budget and max_num_seqs are kept; each running request
 gets at least one token in each step, before anyone is admitted; a step schedules something or
 the scheduler is idle; whoever was preempted comes back in order of arrival; abort returns
@@ -33,54 +37,16 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
+from nanobatch.admission import Admission, make_admission, waits_for_leader
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, cdiv
-from nanobatch.policy import (
-    FCFS,
-    Policy,
-    admits_on_demand,
-    arrival,
-    make_policy,
-    waits_for_leader,
-)
+from nanobatch.plan import ScheduledRequest, SchedulerOutput
+from nanobatch.policy import Policy, arrival, in_order, make_policy, observe
+from nanobatch.preemption import Preemption
 from nanobatch.request import Request, RequestStatus
 
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """One row of a plan: the next num_tokens uncomputed tokens of a request."""
-
-    request: Request
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the request's last known token is computed here: then one is sampled."""
-        return self.request.num_uncomputed_tokens == self.num_tokens
-
-
-@dataclass
-class SchedulerOutput:
-    """The plan of one step. Block copies, if any, come before the step computes.
-
-    scheduled: who computes how many tokens.
-    preempted: who lost its blocks to make room.
-    padding: finished rows of a static batch that still cost their share.
-    swap_out, swap_in: pairs of block ids, (device, host) and (host, device).
-    """
-
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    padding: list[Request] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(row.num_tokens for row in self.scheduled)
+RUNNING = RequestStatus.RUNNING
 
 
 class Scheduler:
@@ -90,13 +56,18 @@ class Scheduler:
         config: the knobs; config.num_blocks is set.
         allocator: the pool of blocks.
         policy: who is next; by default what config.policy names.
+        admission: who may enter; by default what config.admission names.
 
     Raises:
         ValueError: the pool is not the one that config describes.
     """
 
     def __init__(
-        self, config: EngineConfig, allocator: BlockAllocator, policy: Policy | None = None
+        self,
+        config: EngineConfig,
+        allocator: BlockAllocator,
+        policy: Policy | None = None,
+        admission: Admission | None = None,
     ):
         pool = (allocator.num_blocks, allocator.block_size)
         if pool != (config.num_blocks, config.block_size):
@@ -107,8 +78,13 @@ class Scheduler:
         self.config = config
         self.allocator = allocator
         self.policy = make_policy(config.policy) if policy is None else policy
+        self.admission = (
+            make_admission(config.admission, allocator) if admission is None else admission
+        )
+        num_host_blocks = config.num_host_blocks if config.preemption == "swap" else 0
+        self.preemption = Preemption(allocator, num_host_blocks)
         self.waiting: list[Request] = []  # in order of arrival
-        self.running: list[Request] = []  # in order of admission
+        self.running: list[Request] = []  # in order of admission; finished rows of a batch too
         self._live: dict[str, Request] = {}
         self._num_added = 0
 
@@ -165,13 +141,26 @@ class Scheduler:
 
     def finish(self, request: Request, reason: str, now: float | None = None) -> None:
         """End a live request for a reason, take it off its queue and free its blocks."""
-        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-        queue.remove(request)
+        is_running = request.status is RUNNING
         del self._live[request.request_id]
-        self._release_blocks(request)
+        self.preemption.release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.metrics.finish_time = now
+        if not is_running:
+            self.waiting.remove(request)
+        elif self.config.batching == "static":
+            self._drain()
+        else:
+            self.running.remove(request)
+        if reason in ("stop", "length"):
+            observe(self.policy, request)
+            observe(self.admission, request)
+
+    def _drain(self) -> None:
+        """Give up the slots of a static batch when all of its rows have finished."""
+        if all(request.is_finished for request in self.running):
+            self.running.clear()
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -185,91 +174,155 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
+        self._forget_copies()
         plan = SchedulerOutput()
-        tokens: dict[Request, int] = {}  # the plan being made
-        self._serve_running(tokens, plan.preempted)
-        if not plan.preempted:
-            self._admit(tokens, now)
-        for request, num_tokens in tokens.items():
-            plan.scheduled.append(ScheduledRequest(request, num_tokens))
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = now
+        budget = self._serve_running(plan)
+        batch_is_closed = self.config.batching == "static" and len(self.running) > 0
+        if self.waiting and not plan.preempted and not batch_is_closed:
+            self._admit(plan, budget, now)
+        if self.config.batching == "static":
+            plan.padding = [request for request in self.running if request.is_finished]
         return plan
 
-    def _serve_running(self, tokens: dict[Request, int], preempted: list[Request]) -> None:
-        """Give every running request its tokens, and the blocks for them."""
+    def _serve_running(self, plan: SchedulerOutput) -> int:
+        """Give every running request its tokens, and blocks for them; return what is left of
+        the budget."""
+        block_size, scheduled = self.config.block_size, plan.scheduled
         budget = self.config.max_num_batched_tokens
-        for request in list(self.running):
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for the sake of one before it
-            # A long chunk leaves one token for each of those behind it (invariant 9).
-            num_behind = len(self.running) - len(tokens) - 1
-            num_tokens = min(request.num_uncomputed_tokens, budget - num_behind)
-            num_blocks = self._num_new_blocks(request, num_tokens)
-            while num_blocks > self.allocator.num_free_blocks:
-                victim = self.running[-1]
-                budget += tokens.pop(victim, 0)
-                self._preempt(victim)
-                preempted.append(victim)
-                if victim is request:
-                    break
-            else:
-                request.block_table += self.allocator.allocate(num_blocks)
-                tokens[request] = num_tokens
-                budget -= num_tokens
+        # A long chunk leaves one token for each of those behind it (invariant 9).
+        num_behind = len(self.running)
+        if self.config.batching == "static":
+            num_behind = sum(request.status is RUNNING for request in self.running)
+        for request in self.running.copy():
+            if request.status is not RUNNING:
+                continue  # finished, or preempted for the sake of one before it
+            num_behind -= 1
+            num_tokens = len(request.token_ids) - request.num_computed_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget - num_behind)
+            num_slots = len(request.block_table) * block_size
+            if request.num_computed_tokens + num_tokens > num_slots:
+                while not self._add_blocks(request, num_tokens):
+                    victim = self._preempt_one(plan)
+                    num_given_back = plan.give_back(victim)
+                    budget += num_given_back
+                    if victim is request:
+                        break
+                    num_behind -= num_given_back == 0
+                    num_uncomputed = request.num_uncomputed_tokens
+                    num_tokens = min(num_uncomputed, budget - num_behind)
+                if request.status is not RUNNING:
+                    continue
+            scheduled.append(ScheduledRequest(request, num_tokens))
+            budget -= num_tokens
+        return budget
 
-    def _num_new_blocks(self, request: Request, num_tokens: int) -> int:
+    def _add_blocks(self, request: Request, num_tokens: int) -> bool:
+        """Let the request's table hold num_tokens more; False if the pool has not enough."""
         num_needed = cdiv(request.num_computed_tokens + num_tokens, self.config.block_size)
         # Not below 0: after a step that failed the table has room already.
-        return max(0, num_needed - len(request.block_table))
+        num_blocks = max(0, num_needed - len(request.block_table))
+        if num_blocks > self.allocator.num_free_blocks:
+            return False
+        request.block_table += self.allocator.allocate(num_blocks)
+        return True
 
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it will compute all of its tokens again."""
-        self.running.remove(request)
-        self._release_blocks(request)
-        request.num_computed_tokens = 0
-        request.status = RequestStatus.WAITING
-        request.metrics.num_preemptions += 1
-        bisect.insort(self.waiting, request, key=arrival)
+    # ------------------------------------------------------------------------- who gives way
 
-    def _release_blocks(self, request: Request) -> None:
-        self.allocator.free(request.block_table)
-        request.block_table = []
+    def _preempt_one(self, plan: SchedulerOutput) -> Request:
+        """Take the blocks of the last admitted, or of whom the policy likes least."""
+        running = [request for request in self.running if request.status is RUNNING]
+        victim = running[-1]
+        if getattr(self.policy, "preempts_worst", False):
+            victim = max(running, key=lambda r: (self.policy.key(r, 0.0), arrival(r)))
+        self.running.remove(victim)
+        self._drain()
+        victim.metrics.num_preemptions += 1
+        plan.preempted.append(victim)
+        plan.swap_out += self.preemption.take_blocks(victim)
+        bisect.insort(self.waiting, victim, key=arrival)
+        return victim
 
-    def _admit(self, tokens: dict[Request, int], now: float) -> None:
+    def _forget_copies(self) -> None:
+        """After a step that failed nobody knows which of its copies were made: whoever they
+        were for computes its tokens again."""
+        for request in self.preemption.unconfirmed:
+            if request.status is RUNNING:
+                self.running.remove(request)
+                self._drain()
+                bisect.insort(self.waiting, request, key=arrival)
+            if not request.is_finished:
+                self.preemption.start_anew(request)
+        self.preemption.unconfirmed.clear()
+
+    # ------------------------------------------------------------------------ who comes next
+
+    def _admit(self, plan: SchedulerOutput, budget: int, now: float) -> None:
         """Let waiting requests join while budget, slots and blocks last."""
-        config = self.config
-        budget = config.max_num_batched_tokens - sum(tokens.values())
-        for request in self._in_order(now):
+        config, admission = self.config, self.admission
+        if budget == 0 or len(self.running) == config.max_num_seqs:
+            return
+        admission.begin(self.running)
+        self._look_up_hits()
+        for request in in_order(self.waiting, self.policy, now, config.max_wait):
             is_full = budget == 0 or len(self.running) == config.max_num_seqs
             if is_full or waits_for_leader(request, self.allocator):
                 return
-            cached = self.allocator.match_prefix(request.token_ids, request.cache_salt)
-            num_cached = len(cached) * config.block_size
+            cached = self._hit(request)
+            num_cached = len(cached) * config.block_size or request.num_computed_tokens
             num_left = request.num_tokens - num_cached
             num_tokens = min(num_left, budget)
             is_forbidden_chunk = num_tokens < num_left and not config.enable_chunked_prefill
-            has_room = admits_on_demand(request, cached, tokens, self.allocator)
-            if is_forbidden_chunk or not has_room:
+            if is_forbidden_chunk or not admission.has_room(request, cached):
                 return
-            self.allocator.acquire(cached)
-            request.block_table = cached
-            request.num_computed_tokens = num_cached
-            if request.metrics.num_preemptions == 0:
-                request.metrics.num_cached_tokens = num_cached
-            num_blocks = self._num_new_blocks(request, num_tokens)
-            request.block_table += self.allocator.allocate(num_blocks)
-            request.status = RequestStatus.RUNNING
-            self.waiting.remove(request)
-            self.running.append(request)
-            tokens[request] = num_tokens
+            self._enter(request, cached, num_tokens, plan, now)
+            admission.admitted(request)
+            plan.scheduled.append(ScheduledRequest(request, num_tokens))
             budget -= num_tokens
 
-    def _in_order(self, now: float) -> list[Request]:
-        """The waiting requests, next one first; a copy, as admission takes them out."""
-        if isinstance(self.policy, FCFS):
-            return list(self.waiting)  # is in order of arrival
-        return sorted(self.waiting, key=lambda r: (self.policy.key(r, now), arrival(r)))
+    def _hit(self, request: Request) -> list[int]:
+        """Cached blocks of its prefix; none for one whose blocks come back from the host."""
+        if request.status is RequestStatus.SWAPPED:
+            return []
+        return self.allocator.match_prefix(request.token_ids, request.cache_salt)
+
+    def _look_up_hits(self) -> None:
+        if self.config.enable_prefix_caching and getattr(self.policy, "uses_hits", False):
+            for request in self.waiting:
+                request.num_hit_tokens = len(self._hit(request)) * self.config.block_size
+
+    def _enter(
+        self,
+        request: Request,
+        cached: list[int],
+        num_tokens: int,
+        plan: SchedulerOutput,
+        now: float,
+    ) -> None:
+        """Make a waiting request a running one, with blocks for its first tokens."""
+        is_swapped = request.status is RequestStatus.SWAPPED
+        if not is_swapped:
+            self.allocator.acquire(cached)
+            request.block_table = cached
+            request.num_computed_tokens = len(cached) * self.config.block_size
+            self._count_start(request, now)
+        has_blocks = self._add_blocks(request, num_tokens)
+        assert has_blocks, f"{request} was admitted without room"
+        if is_swapped:
+            plan.swap_in += self.preemption.bring_back(request)
+        request.status = RUNNING
+        self.waiting.remove(request)
+        self.running.append(request)
+
+    def _count_start(self, request: Request, now: float) -> None:
+        metrics, num_cached = request.metrics, request.num_computed_tokens
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = now
+            metrics.num_cached_tokens = num_cached
+        metrics.num_recomputed_tokens += max(0, request.num_lost_tokens - num_cached)
+        request.num_lost_tokens = 0
+
+    # ------------------------------------------------------------------- what became of it
 
     def update(
         self, plan: SchedulerOutput, token_ids: Mapping[str, Sequence[int]], now: float
@@ -284,37 +337,32 @@ class Scheduler:
         Raises:
             ValueError: a row that samples has no token; nothing was changed.
         """
-        rows = [row for row in plan.scheduled if row.request.status is RequestStatus.RUNNING]
-        for row in rows:
-            if row.samples and not token_ids.get(row.request.request_id):
-                raise ValueError(
-                    f"token_ids has no token for request {row.request.request_id!r}"
-                )
-        finished = []
-        for row in rows:
+        for row in plan.scheduled:
+            request_id = row.request.request_id
+            if not token_ids.get(request_id) and row.samples and row.request.status is RUNNING:
+                raise ValueError(f"token_ids has no token for request {request_id!r}")
+        self.preemption.unconfirmed.clear()
+        block_size, finished = self.config.block_size, []
+        for row in plan.scheduled:
             request = row.request
-            sampled = token_ids[request.request_id] if row.samples else ()
-            self._advance(request, row.num_tokens)
-            if sampled and request.metrics.first_token_time is None:
+            if request.status is not RUNNING:
+                continue  # aborted since
+            num_full_before = request.num_computed_tokens // block_size
+            num_computed = request.num_computed_tokens + row.num_tokens
+            request.num_computed_tokens = num_computed
+            if num_computed // block_size > num_full_before:
+                # Blocks that are full now become findable (invariant 4).
+                self.allocator.cache_blocks(
+                    request.token_ids, request.block_table, num_computed, request.cache_salt
+                )
+            if num_computed < len(request.token_ids):
+                continue
+            if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
-            reason = self._append(request, sampled)
-            if reason is not None:
-                self.finish(request, reason, now)
-                finished.append(request)
+            for token_id in token_ids[request.request_id]:
+                reason = request.append_token(token_id)
+                if reason is not None:
+                    self.finish(request, reason, now)
+                    finished.append(request)
+                    break
         return finished
-
-    def _advance(self, request: Request, num_tokens: int) -> None:
-        """Count tokens as computed; blocks that are full now become findable (invariant 4)."""
-        block_size = self.config.block_size
-        num_full_before = request.num_computed_tokens // block_size
-        request.num_computed_tokens += num_tokens
-        if request.num_computed_tokens // block_size > num_full_before:
-            args = (request.block_table, request.num_computed_tokens, request.cache_salt)
-            self.allocator.cache_blocks(request.token_ids, *args)
-
-    def _append(self, request: Request, sampled: Sequence[int]) -> str | None:
-        for token_id in sampled:
-            reason = request.append_token(token_id)
-            if reason is not None:
-                return reason
-        return None

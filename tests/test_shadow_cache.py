@@ -16,13 +16,18 @@ requests that write to one slot.
 
 Invariants 1 to 11 are checked in every step, each by the function that carries its number.
 Invariant 10 is checked by making the next token a function of all tokens before it: the
-output of a request must be what it is when the request runs alone.
+output of a request must be what it is when the request runs alone. Swapped blocks go to a
+shadow of the host's memory and come back from it.
+
+Half of the traces run the engine's defaults. The others take any policy, admission rule,
+preemption, batching and max_wait, all mixed.
 
 The checks are checked too: with invariant 3, 4, 5 or 6 broken on purpose, the traces must
 say so (at the end of this file).
 """
 
 import zlib
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -36,6 +41,7 @@ from nanobatch import (
     SamplingParams,
     Scheduler,
 )
+from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS
 
 NUM_TRACES = 3000
 TRACES_IN_A_TEST = 500
@@ -120,9 +126,19 @@ def check_invariant_1(scheduler, allocator):
     for request in scheduler.running:
         for block in request.block_table:
             expected[block] += 1
+    on_host = []
     for request in scheduler.waiting:
+        is_swapped = request.status is RequestStatus.SWAPPED
         holds_nothing = not request.block_table and request.num_computed_tokens == 0
-        assert holds_nothing, f"1: {request} waits with {request.block_table}"
+        assert holds_nothing or is_swapped, f"1: {request} waits with {request.block_table}"
+        num_blocks = -(-request.num_computed_tokens // allocator.block_size)
+        assert len(request.host_block_table) == num_blocks * is_swapped, f"1: {request} on host"
+        on_host += request.host_block_table
+    assert len(set(on_host)) == len(on_host), f"1: a host block twice: {on_host}"
+    host = scheduler.preemption.host
+    if host is not None:
+        num_used = host.num_blocks - host.num_free_blocks
+        assert num_used == len(on_host), f"1: {num_used} host blocks used, {on_host} held"
     counts = [allocator.ref_count(block) for block in range(allocator.num_blocks)]
     assert counts == expected, f"1: ref counts {counts}, but tables hold {expected}"
     free = allocator.num_free_blocks
@@ -141,7 +157,8 @@ def try_what_is_refused(allocator, rng):
     """Ask for too much, and free what must not be freed."""
     with pytest.raises(OutOfBlocks):
         allocator.allocate(allocator.num_free_blocks + 1)
-    table = rng.choice(allocator.tables) if allocator.tables else []
+    tables = [table for table in allocator.tables if table]
+    table = rng.choice(tables) if tables else []
     extra = rng.choice([*allocator.never_used, *allocator.freed, *table])
     with pytest.raises(ValueError):
         allocator.inner.free([*table, extra])
@@ -204,21 +221,61 @@ def check_invariant_8(plan, config):
         assert may_cut or not is_cut, "8: a chunk, though chunked prefill is off"
 
 
-def check_invariant_9(plan, scheduler, before):
-    """The running first, each with a token; then the next in line, nobody past another."""
-    running, waiting = before
-    num_kept = len(running) - len(plan.preempted)
-    stays, gone = running[:num_kept], running[num_kept:]
-    assert sorted(map(id, plan.preempted)) == sorted(map(id, gone)), (
-        f"9: {plan.preempted} preempted, but the last admitted are {gone}"
-    )
+def check_invariant_9(plan, scheduler, config, before, order):
+    """The running first, each with a token; then the next in line, nobody past another.
+
+    before: `running` and its rows that had not finished, before the step. order: who waited
+    then, next one first.
+    """
+    running, alive = before
+    gone = plan.preempted
+    stays = [request for request in alive if request not in gone]
+    assert len(stays) + len(gone) == len(alive), f"9: {gone} preempted, {alive} ran"
+    if config.policy == "priority":
+        worst_kept = max((rank(request) for request in stays), default=None)
+        is_right = not gone or not stays or min(map(rank, gone)) > worst_kept
+    else:
+        is_right = sorted(map(id, gone)) == sorted(map(id, alive[len(stays) :]))
+    assert is_right, f"9: {gone} preempted of {alive}"
     served = [item.request for item in plan.scheduled]
-    assert served[:num_kept] == stays, f"9: {stays} run, served are {served}"
-    admitted = served[num_kept:]
-    assert admitted == waiting[: len(admitted)], f"9: {admitted} admitted, of {waiting}"
-    assert not (admitted and plan.preempted), "9: admitted in a step that preempted"
-    assert scheduler.running == stays + admitted, "9: `running` is in order of admission"
+    assert served[: len(stays)] == stays, f"9: {stays} run, served are {served}"
+    admitted = served[len(stays) :]
+    assert admitted == order[: len(admitted)], f"9: {admitted} admitted, of {order}"
+    assert not (admitted and gone), "9: admitted in a step that preempted"
+    padding = [request for request in running if request not in alive and stays]
+    assert plan.padding == padding, f"9: {plan.padding} keep their slots, not {padding}"
+    kept = [request for request in running if request in stays or request in padding]
+    assert scheduler.running == kept + admitted, "9: `running` is in order of admission"
     assert scheduler.waiting == sorted(scheduler.waiting, key=lambda r: r.arrival_time)
+    is_static = config.batching == "static"
+    assert not (is_static and admitted and alive), f"9: {admitted} join a static batch"
+    never_preempts = config.admission == "reserve"
+    assert not (never_preempts and gone), f"9: {gone} preempted under reserve"
+
+
+def rank(request):
+    """Under "priority": whose blocks go first is the largest."""
+    return request.priority, request.arrival_time, request.arrival_order
+
+
+def line_up(scheduler, config, now):
+    """Who waits, next one first, as policy.py promises (for sjf without its hits)."""
+
+    def place(request):
+        is_overdue = (
+            config.max_wait is not None and now - request.arrival_time >= config.max_wait
+        )
+        key = {
+            "fcfs": 0,
+            "priority": request.priority,
+            "sjf": request.num_tokens
+            - request.num_computed_tokens
+            + request.max_tokens
+            - len(request.output_token_ids),
+        }[config.policy]
+        return not is_overdue, 0 if is_overdue else key, request.arrival_time
+
+    return sorted(scheduler.waiting, key=lambda r: (*place(r), r.arrival_order))
 
 
 def check_invariant_10(live):
@@ -277,11 +334,12 @@ def check_lookahead(plan, just_admitted):
     assert not at_once, f"9: {at_once} preempted right after admission"
 
 
-def check_not_timid(plan, scheduler, allocator, config):
+def check_not_timid(plan, scheduler, allocator, config, order):
     """The head of the queue enters if all that run could go on in the next step, it too."""
     if plan.preempted or not scheduler.waiting or len(scheduler.running) == config.max_num_seqs:
         return
-    head = scheduler.waiting[0]
+    admitted = {id(item.request) for item in plan.scheduled}
+    head = next(request for request in order if id(request) not in admitted)
     budget_left = config.max_num_batched_tokens - plan.num_tokens
     if budget_left < (1 if config.enable_chunked_prefill else head.num_tokens):
         return
@@ -336,7 +394,9 @@ def found_blocks(allocator, live):
 class Trace:
     """One random trace. `run` raises AssertionError, led by an invariant's number."""
 
-    def __init__(self, seed, allocator_class=BlockAllocator, scheduler_class=Scheduler):
+    def __init__(
+        self, seed, allocator_class=BlockAllocator, scheduler_class=Scheduler, is_wide=False
+    ):
         self.rng = rng = Random(seed)
         self.block_size = rng.randint(1, 5)
         num_blocks = max(2, rng.randint(6, 40) // self.block_size)
@@ -344,14 +404,28 @@ class Trace:
         budget = rng.randint(max(seats, 2), 12)
         chunked = rng.random() < 0.7
         longest = rng.randint(2, budget) if not chunked else rng.choice([None, 10, 25])
+        enable_prefix_caching = rng.random() < 0.8
+        wide = {}
+        if is_wide:
+            wide = {
+                "policy": rng.choice(POLICIES),
+                "admission": rng.choice(ADMISSIONS),
+                "preemption": rng.choice(PREEMPTIONS),
+                "batching": rng.choice([*BATCHING, "continuous"]),
+                "max_wait": rng.choice([None, 2.0, 9.0]),
+                "num_host_blocks": rng.randint(1, num_blocks),
+            }
+            if wide["policy"] == "sjf":  # its order by hits has tests of its own
+                enable_prefix_caching = False
         self.config = EngineConfig(
+            **wide,
             block_size=self.block_size,
             num_blocks=num_blocks,
             max_num_seqs=seats,
             max_num_batched_tokens=budget,
             max_model_len=longest,
             enable_chunked_prefill=chunked,
-            enable_prefix_caching=rng.random() < 0.8,
+            enable_prefix_caching=enable_prefix_caching,
         )
         slots = num_blocks * self.block_size
         self.limit = min(slots, longest or slots)
@@ -359,14 +433,18 @@ class Trace:
         self.allocator = WatchedAllocator(inner)
         self.scheduler = scheduler_class(self.config, self.allocator)
         self.shadow = [[None] * self.block_size for _ in range(num_blocks)]
+        self.host_shadow = [[None] * self.block_size for _ in range(num_blocks)]
         self.names = PrefixNames()
         self.lives = {}  # id -> Live, of those not ended
         self.now = 0.0
         self.just_admitted = []
+        self.has_failed = False
         self.steps_left = 0  # raised by what each arrival may cost
         self.num_added = 0
         self.prompts = [self.random_tokens(rng.randint(1, self.limit)) for _ in range(2)]
         self.seen = {"preempted": 0, "hits": 0, "finished": 0, "aborted": 0, "failed": 0}
+        if is_wide:
+            self.seen |= {"swapped out": 0, "swapped in": 0, "padding": 0}
 
     # -- what comes from outside
 
@@ -391,6 +469,7 @@ class Trace:
             prompt[: self.limit] or [0],
             params,
             arrival_time=self.now - rng.choice([0, 0, 0, 3]),
+            priority=rng.randint(0, 2),
             cache_salt=rng.choice([None, None, None, "", "a"]),
             eos_token_ids=(EOS,),
         )
@@ -411,7 +490,9 @@ class Trace:
         self.num_added += 1
         # The first in `running` is never preempted and has a token in every step, so each
         # request costs at most as many steps as it can have tokens.
-        self.steps_left += num_prompt + len(live.expected[0])
+        # (Under "priority" that one may have to give way to a better one, and start anew.)
+        may_start_anew = 10 if self.config.policy == "priority" else 1
+        self.steps_left += may_start_anew * (num_prompt + len(live.expected[0]))
 
     def abort(self):
         request_id = self.rng.choice([*self.lives, "nobody"])
@@ -438,7 +519,13 @@ class Trace:
     def schedule(self):
         """Plan a step and check the plan; nothing is written yet."""
         scheduler, allocator = self.scheduler, self.allocator
-        before = list(scheduler.running), list(scheduler.waiting)
+        if self.has_failed:  # whose copies were lost comes back to be computed anew
+            scheduler._forget_copies()
+        before = (
+            list(scheduler.running),
+            [request for request in scheduler.running if not request.is_finished],
+        )
+        order = line_up(scheduler, self.config, self.now)
         for request in scheduler.waiting:
             check_invariant_5(allocator, request)
         self.watch_tables()
@@ -447,17 +534,32 @@ class Trace:
         check_invariant_1(scheduler, allocator)
         check_invariant_7(plan, scheduler, self.config)
         check_invariant_8(plan, self.config)
-        check_invariant_9(plan, scheduler, before)
+        check_invariant_9(plan, scheduler, self.config, before, order)
         check_invariant_4(plan, self.lives, allocator, self.block_size)
-        check_lookahead(plan, self.just_admitted)
-        check_not_timid(plan, scheduler, allocator, self.config)
+        if self.config.admission == "on_demand":
+            check_lookahead(plan, self.just_admitted)
+            if self.config.batching == "continuous":
+                check_not_timid(plan, scheduler, allocator, self.config, order)
         admitted = [r for r in scheduler.running if r not in before[0]]
         self.seen["preempted"] += len(plan.preempted)
+        for name, things in (
+            ("swapped out", plan.swap_out),
+            ("swapped in", plan.swap_in),
+            ("padding", plan.padding),
+        ):
+            assert name in self.seen or not things, f"{name}: {things}"
+            if things:
+                self.seen[name] += len(things)
         self.seen["hits"] += sum(r.num_computed_tokens > 0 for r in admitted)
         return plan, admitted
 
     def compute(self, plan):
-        """The model's part: reads, then writes, then one token for whoever is complete."""
+        """The model's part: copies, then reads, then writes, then a token for whoever is
+        complete."""
+        for block, host_block in plan.swap_out:
+            self.host_shadow[host_block] = list(self.shadow[block])
+        for host_block, block in plan.swap_in:
+            self.shadow[block] = list(self.host_shadow[host_block])
         check_reads(plan, self.lives, self.shadow, self.block_size)
         apply_writes(plan, self.lives, self.shadow, self.allocator, self.block_size)
         return {
@@ -492,7 +594,7 @@ class Trace:
         self.now += 1.0
         plan, admitted = self.schedule()
         computed_before = {id(i.request): i.request.num_computed_tokens for i in plan.scheduled}
-        fails = not quiet and rng.random() < 0.06
+        self.has_failed = fails = not quiet and rng.random() < 0.06
         if fails:  # the runner raised, before or after it had written
             self.seen["failed"] += 1
             self.just_admitted = []
@@ -555,11 +657,13 @@ def run_traces(seeds, **classes):
     return total
 
 
+@pytest.mark.parametrize("is_wide", [False, True], ids=["defaults", "everything"])
 @pytest.mark.parametrize("start", range(0, NUM_TRACES, TRACES_IN_A_TEST))
-def test_random_traces(start):
+def test_random_traces(start, is_wide):
     """Invariants 1 to 11 in every step. The traces must also be worth the name."""
-    seen = run_traces(range(start, start + TRACES_IN_A_TEST))
-    assert all(count > TRACES_IN_A_TEST / 5 for count in seen.values()), seen
+    seen = run_traces(range(start, start + TRACES_IN_A_TEST), is_wide=is_wide)
+    least = TRACES_IN_A_TEST / (20 if is_wide else 5)
+    assert all(count > least for count in seen.values()), seen
 
 
 # ---- broken on purpose -----------------------------------------------------------------
@@ -670,6 +774,58 @@ class ReusesTheMostRecent(BlockAllocator):
         return everything[kept:]
 
 
+class CopiesNothingBack(Scheduler):
+    """Breaks 10: what was swapped out is not what comes back in."""
+
+    def schedule(self, now):
+        plan = super().schedule(now)
+        plan.swap_in.clear()
+        return plan
+
+
+class TrustsCopiesOfFailedSteps(Scheduler):
+    """Breaks 10: a step failed, and its copies may never have been made."""
+
+    def _forget_copies(self):
+        self.preemption.unconfirmed.clear()
+
+
+class ForgetsWhoIsOverdue(Scheduler):
+    """Breaks 9: under sjf and priority the unlucky wait for ever."""
+
+    def __init__(self, config, allocator):
+        super().__init__(config, allocator)
+        self.config = replace(config, max_wait=None)
+
+
+class LetsThemJoin(Scheduler):
+    """Breaks 9: a static batch is joined as long as it has slots."""
+
+    def schedule(self, now):
+        config = self.config
+        self.config = replace(config, batching="continuous")
+        plan = super().schedule(now)
+        self.config = config
+        return plan
+
+
+class TakesFromTheLast(Scheduler):
+    """Breaks 9: the last admitted gives way, whatever its priority."""
+
+    def __init__(self, config, allocator):
+        super().__init__(config, allocator)
+        if config.policy == "priority":
+            self.policy.preempts_worst = False
+
+
+class ReservesTooLittle(Scheduler):
+    """Breaks 9: "reserve" that looks a step ahead and not to the end."""
+
+    def __init__(self, config, allocator):
+        super().__init__(replace(config, admission="on_demand"), allocator)
+        self.config = config
+
+
 @pytest.mark.parametrize(
     "fault, numbers",
     [
@@ -688,3 +844,20 @@ def test_a_broken_invariant_is_noticed(fault, numbers):
     role = "scheduler_class" if issubclass(fault, Scheduler) else "allocator_class"
     with pytest.raises(AssertionError, match=rf"^[{numbers}]\b"):
         run_traces(range(50), **{role: fault})
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        (CopiesNothingBack, "^3/4: .* reads"),
+        (TrustsCopiesOfFailedSteps, "^3/4: .* reads"),
+        (ForgetsWhoIsOverdue, "^9: .* admitted, of"),
+        (LetsThemJoin, "^9: .* (join a static batch|keep their slots)"),
+        (TakesFromTheLast, "^9: .* preempted of"),
+        (ReservesTooLittle, "^9: .* preempted under reserve"),
+    ],
+)
+def test_a_broken_rule_is_noticed(fault, message):
+    """The same for what only some configurations have."""
+    with pytest.raises(AssertionError, match=message):
+        run_traces(range(1000), scheduler_class=fault, is_wide=True)
