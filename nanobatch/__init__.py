@@ -13,6 +13,8 @@ _HOMES = {
     "plan": "SchedulerOutput ScheduledRequest",
     "scheduler": "Scheduler",
     "engine": "LLMEngine StepResult",
+    "policy": "FCFS SJF Priority LearnedLengths",
+    "simulator": "simulate SimulationResult SimulatedRunner VirtualClock",
     "batch": "Batch",
     "attention": "paged_attention",
     "model_runner": "ModelRunner",

@@ -26,10 +26,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from nanobatch.admission import Admission
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
 from nanobatch.metrics import EngineStats
 from nanobatch.plan import SchedulerOutput
+from nanobatch.policy import Policy
 from nanobatch.request import Request, RequestOutput, SamplingParams
 from nanobatch.scheduler import Scheduler
 from nanobatch.tokenizer import IncrementalDetokenizer
@@ -82,6 +84,7 @@ class LLMEngine:
         runner: computes plans.
         tokenizer: turns text to tokens and back; without one, prompts are token ids.
         clock: by default the wall clock.
+        policy, admission: in place of those that config names; see Scheduler.
 
     Raises:
         ValueError: config.num_blocks is None.
@@ -94,6 +97,8 @@ class LLMEngine:
         *,
         tokenizer=None,
         clock: WallClock | None = None,
+        policy: Policy | None = None,
+        admission: Admission | None = None,
     ):
         if config.num_blocks is None:
             raise ValueError("config.num_blocks is None; the engine needs a number >= 1")
@@ -104,7 +109,7 @@ class LLMEngine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.clock = WallClock() if clock is None else clock
-        self.scheduler = Scheduler(config, allocator)
+        self.scheduler = Scheduler(config, allocator, policy, admission)
         self.stats = EngineStats()
         self._progress: dict[str, _Progress] = {}
         self._families: dict[str, list[str]] = {}  # live siblings by the id they were added as
@@ -250,6 +255,9 @@ class LLMEngine:
         outputs = []
         if plan.scheduled:
             result = self.runner.run(plan)
+            allocator = self.scheduler.allocator
+            num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
+            self.stats.count_step(plan, self.config, num_blocks_in_use)
             outputs = self._record(plan, result)
         aborted, self._aborted = self._aborted, []
         return aborted + outputs
@@ -262,7 +270,6 @@ class LLMEngine:
         for request in failed:
             self.scheduler.finish(request, "error", now)
         self.scheduler.update(plan, result.token_ids, now)
-        self._count(plan)
         for request in sampling:
             self._take_tokens(request, result, now)
         return [self._output(r, result.errors.get(r.request_id)) for r in failed + sampling]
@@ -311,11 +318,3 @@ class LLMEngine:
             self._families[family].remove(request_id)
             if not self._families[family]:
                 del self._families[family]
-
-    def _count(self, plan: SchedulerOutput) -> None:
-        stats, config = self.stats, self.config
-        stats.num_steps += 1
-        stats.num_tokens += plan.num_tokens
-        stats.num_rows += len(plan.scheduled)
-        stats.num_slots += config.max_num_seqs
-        stats.num_budget_tokens += config.max_num_batched_tokens

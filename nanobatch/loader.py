@@ -30,44 +30,13 @@ import torch
 from nanobatch.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
 from nanobatch.config import ModelConfig
 from nanobatch.model import Decoder
+from nanobatch.shapes import MODEL_SHAPES
 from nanobatch.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BYTE_TOKENIZER = "byte_tokenizer"  # a file of this name says that tokens are bytes
 TINY_DIR = Path(__file__).parent / "tiny_model"
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
-
-
-_LLAMA = {"architecture": "LlamaForCausalLM"}
-# fmt: off
-DUMMIES = {
-    "tiny": ModelConfig(
-        **_LLAMA, vocab_size=258, hidden_size=192, intermediate_size=256, num_layers=4,
-        num_heads=6, num_kv_heads=2, head_dim=32, max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    ),
-    "smollm2-135m": ModelConfig(
-        **_LLAMA, vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30,
-        num_heads=9, num_kv_heads=3, head_dim=64, max_position_embeddings=8192,
-        rope_theta=100000.0, tie_word_embeddings=True,
-    ),
-    "llama-2-7b": ModelConfig(
-        **_LLAMA, vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_layers=32,
-        num_heads=32, num_kv_heads=32, head_dim=128, max_position_embeddings=4096,
-    ),
-    "llama-3.1-8b": ModelConfig(
-        **_LLAMA, vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
-        num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=131072,
-        rope_theta=500000.0,
-    ),
-    "qwen3-0.6b": ModelConfig(
-        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024,
-        intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
-        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, qk_norm=True,
-        tie_word_embeddings=True,
-    ),
-}
-# fmt: on
 
 
 @dataclass
@@ -96,9 +65,12 @@ def load(
     device = torch.device(device)
     if name.startswith("dummy:"):
         shape = name.removeprefix("dummy:")
-        if shape not in DUMMIES:
-            raise ValueError(f"model is {name!r}; dummy: takes one of {', '.join(DUMMIES)}")
-        return LoadedModel(_build(Dummy(DUMMIES[shape], seed, device), dtype, device), None)
+        if shape not in MODEL_SHAPES:
+            raise ValueError(
+                f"model is {name!r}; dummy: takes one of {', '.join(MODEL_SHAPES)}"
+            )
+        checkpoint = Dummy(MODEL_SHAPES[shape], seed, device)
+        return LoadedModel(_build(checkpoint, dtype, device), None)
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)

@@ -2,19 +2,30 @@
 
 Names and definitions are those of `vllm bench serve`:
 
-    TTFT     time to first token: from arrival to the first token
-    TPOT     time per output token: (last token - first token) / (output tokens - 1)
-    E2EL     end-to-end latency: from arrival to the last token
+    TTFT      time to first token: from arrival to the first token
+    TPOT      time per output token: (last token - first token) / (output tokens - 1)
+    ITL       inter-token latency: each time between two tokens of a request
+    E2EL      end-to-end latency: from arrival to the last token
+    goodput   requests a second that meet all of some limits on these
+
+TPOT is a mean over a request, ITL is not: a decode that has to wait for somebody's long prompt
+shows in the P99 of ITL and hardly in TPOT.
 
 Taught in notebooks/08_measuring_honestly.ipynb.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nanobatch.config import EngineConfig
+from nanobatch.plan import SchedulerOutput
 from nanobatch.request import RequestMetrics
+
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def percentile(values: Sequence[float], p: float) -> float:
@@ -28,18 +39,67 @@ def percentile(values: Sequence[float], p: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
-def summarize(metrics: Sequence[RequestMetrics], duration: float) -> dict[str, float]:
+class InterTokenLatencies:
+    """Collects the times between tokens, in buckets 1% wide: millions take no memory."""
+
+    def __init__(self):
+        self._last: dict[str, float] = {}  # when each request had its last token
+        self._buckets: Counter[int] = Counter()
+        self._count, self._sum = 0, 0.0
+
+    def step(self, request_ids: Iterable[str], now: float) -> None:
+        """Each of these requests got a token now (seconds)."""
+        request_ids = list(request_ids)
+        # Most had their last one in the step before: few different times.
+        for last, count in Counter(map(self._last.get, request_ids)).items():
+            if last is not None:
+                bucket = round(math.log(max(now - last, 1e-9)) / math.log(1.01))
+                self._buckets[bucket] += count
+                self._count += count
+                self._sum += count * (now - last)
+        self._last.update(dict.fromkeys(request_ids, now))
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._last.pop(request_id, None)
+
+    @property
+    def mean(self) -> float:
+        """Seconds; 0 of nothing."""
+        return self._sum / self._count if self._count else 0.0
+
+    def percentile(self, p: float) -> float:
+        """Seconds, to half a percent; 0 of nothing."""
+        rank, seen = p / 100 * self._count, 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= rank:
+                return 1.01**bucket
+        return 0.0
+
+
+def summarize(
+    metrics: Sequence[RequestMetrics],
+    duration: float,
+    itl: InterTokenLatencies | None = None,
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, float]:
     """Throughput and latency of finished requests, under the keys of `vllm bench serve`.
 
     Args:
         metrics: of requests that have finished.
         duration: seconds from the first arrival to the last token.
+        itl: the times between their tokens, if they were collected.
+        goodput: limits in ms on "ttft", "tpot", "e2el"; a request counts if it meets all.
 
     Returns:
-        counts, rates per second, and mean, median, p90, p99 of ttft, tpot, e2el in ms.
+        counts, rates per second, and mean, median, p90, p99 of queue time, ttft, tpot, itl and
+        e2el in ms.
     """
     num_input = sum(m.num_prompt_tokens for m in metrics)
     num_output = sum(m.num_output_tokens for m in metrics)
+    num_recomputed = sum(m.num_recomputed_tokens for m in metrics)
+    num_computed = num_input + num_output - sum(m.num_cached_tokens for m in metrics)
     summary = {
         "completed": len(metrics),
         "duration": duration,
@@ -48,19 +108,33 @@ def summarize(metrics: Sequence[RequestMetrics], duration: float) -> dict[str, f
         "request_throughput": len(metrics) / duration,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
+        "num_preemptions": sum(m.num_preemptions for m in metrics),
+        "recompute_share": num_recomputed / max(1, num_computed + num_recomputed),
     }
+    if goodput is not None:
+        num_good = sum(_meets(m, goodput) for m in metrics)
+        summary["request_goodput"] = num_good / duration
     spans = {
+        "queue": [m.queue_time for m in metrics],
         "ttft": [m.ttft for m in metrics],
         "tpot": [m.tpot for m in metrics],
         "e2el": [m.latency for m in metrics],
     }
     for name, seconds in spans.items():
-        ms = [1e3 * s for s in seconds if s is not None]
+        ms = sorted(1e3 * s for s in seconds if s is not None)
         summary[f"mean_{name}_ms"] = sum(ms) / len(ms) if ms else 0.0
-        summary[f"median_{name}_ms"] = percentile(ms, 50)
-        summary[f"p90_{name}_ms"] = percentile(ms, 90)
-        summary[f"p99_{name}_ms"] = percentile(ms, 99)
+        for key, p in (("median", 50), ("p90", 90), ("p99", 99)):
+            summary[f"{key}_{name}_ms"] = percentile(ms, p)
+    if itl is not None:
+        summary["mean_itl_ms"] = 1e3 * itl.mean
+        for key, p in (("median", 50), ("p90", 90), ("p99", 99)):
+            summary[f"{key}_itl_ms"] = 1e3 * itl.percentile(p)
     return summary
+
+
+def _meets(m: RequestMetrics, limits: Mapping[str, float]) -> bool:
+    spans = {"ttft": m.ttft, "tpot": m.tpot, "e2el": m.latency}
+    return all(spans[name] is None or 1e3 * spans[name] <= ms for name, ms in limits.items())
 
 
 @dataclass
@@ -69,24 +143,64 @@ class EngineStats:
 
     num_steps: steps that computed something.
     num_tokens: tokens computed; num_rows: request turns, one a request and step.
+    num_padding: rows of finished requests that kept their slot in a static batch.
     num_preemptions: how often a request lost its blocks.
+    num_swapped_blocks: blocks copied to the host and back.
     num_slots: max_num_seqs summed over the steps: the turns there could have been.
     num_budget_tokens: max_num_batched_tokens summed over the steps.
+    num_blocks_in_use, num_pool_blocks: held, and all there are, summed over the steps.
     """
 
     num_steps: int = 0
     num_tokens: int = 0
     num_rows: int = 0
+    num_padding: int = 0
     num_preemptions: int = 0
+    num_swapped_blocks: int = 0
     num_slots: int = 0
     num_budget_tokens: int = 0
+    num_blocks_in_use: int = 0
+    num_pool_blocks: int = 0
+
+    def count_step(
+        self, plan: SchedulerOutput, config: EngineConfig, num_blocks_in_use: int
+    ) -> None:
+        """Take in a plan that was computed."""
+        self.num_steps += 1
+        self.num_tokens += plan.num_tokens
+        self.num_rows += len(plan.scheduled)
+        self.num_padding += len(plan.padding)
+        self.num_swapped_blocks += len(plan.swap_out) + len(plan.swap_in)
+        self.num_slots += config.max_num_seqs
+        self.num_budget_tokens += config.max_num_batched_tokens
+        self.num_blocks_in_use += num_blocks_in_use
+        self.num_pool_blocks += config.num_blocks
 
     @property
     def slot_utilization(self) -> float:
         """Share of the batch's slots that did useful work, over all steps."""
-        return self.num_rows / self.num_slots if self.num_slots else 0.0
+        return _share(self.num_rows, self.num_slots)
 
     @property
     def budget_utilization(self) -> float:
         """Share of the token budget that was computed, over all steps."""
-        return self.num_tokens / self.num_budget_tokens if self.num_budget_tokens else 0.0
+        return _share(self.num_tokens, self.num_budget_tokens)
+
+    @property
+    def pool_utilization(self) -> float:
+        """Share of the pool's blocks that somebody held, over all steps."""
+        return _share(self.num_blocks_in_use, self.num_pool_blocks)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the computed rows that were padding."""
+        return _share(self.num_padding, self.num_rows + self.num_padding)
+
+    def utilizations(self) -> dict[str, float]:
+        """The shares above by name."""
+        names = ("slot_utilization", "budget_utilization", "pool_utilization", "padding_share")
+        return {name: getattr(self, name) for name in names}
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

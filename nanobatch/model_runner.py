@@ -67,7 +67,10 @@ class ModelRunner:
         # torch's paged attention looks at lengths, which a captured step may not.
         self.has_graphs = config.cuda_graphs and self.on_cuda and self.backend == "triton"
         self.config = self._settle(config)
-        self.caches = self._new_caches(self.config.num_blocks)
+        self.caches = self._new_caches("num_blocks", self.config.num_blocks, self.device)
+        swaps = config.preemption == "swap"
+        host_blocks = ("num_host_blocks", config.num_host_blocks if swaps else 0)
+        self.host_caches = self._new_caches(*host_blocks, torch.device("cpu"))
         self.graphs = self._capture() if self.has_graphs else None
 
     # ------------------------------------------------------------------ what is settled once
@@ -128,19 +131,19 @@ class ModelRunner:
         rows = [SamplingRow(params, (), (), (), seed=i) for i in range(num_rows)]
         sample(self.model.logits(hidden_SE), rows)
 
-    def _new_caches(self, num_blocks: int) -> Caches:
+    def _new_caches(self, name: str, num_blocks: int, device: torch.device) -> Caches:
         model = self.model.config
         size = bytes_per_block(model, self.config.block_size, self.dtype)
         if num_blocks * size > MAX_CACHE_BYTES:
             raise ValueError(
-                f"num_blocks is {num_blocks}; with {size} bytes a block it must be "
+                f"{name} is {num_blocks}; with {size} bytes a block it must be "
                 f"<= {MAX_CACHE_BYTES // size}"
             )
         shape = (num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
 
         def cache() -> Tensor:
             # Not zeroed: memory that no block uses is never touched (invariant 14).
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
+            return torch.empty(shape, dtype=self.dtype, device=device)
 
         try:
             return [(cache(), cache()) for _ in range(model.num_layers)]
@@ -165,6 +168,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute a plan: write its keys and values, sample where a row's last token is in."""
+        _copy_blocks(plan.swap_out, self.caches, self.host_caches)
+        _copy_blocks(plan.swap_in, self.host_caches, self.caches)
         sampling = [i for i, s in enumerate(plan.scheduled) if s.samples]
         logits_SV = self._logits([_row(s) for s in plan.scheduled], sampling)
         if not sampling:
@@ -196,6 +201,17 @@ class ModelRunner:
     def _hidden(self, batch: Batch, caches: Caches) -> Tensor:
         attend = PagedAttend(batch, caches, self.backend)
         return self.model(batch.token_ids_T, batch.positions_T, attend)
+
+
+def _copy_blocks(pairs: Sequence[tuple[int, int]], source: Caches, target: Caches) -> None:
+    """Copy blocks (from, to) of all layers between the device and the host."""
+    if not pairs:
+        return
+    from_ids, to_ids = torch.tensor(pairs).unbind(dim=1)
+    for source_pair, target_pair in zip(source, target, strict=True):
+        for a, b in zip(source_pair, target_pair, strict=True):
+            blocks = a.index_select(0, from_ids.to(a.device)).to(b.device)
+            b.index_copy_(0, to_ids.to(b.device), blocks)
 
 
 def _row(scheduled: ScheduledRequest) -> Row:

@@ -110,30 +110,28 @@ def observe(who: object, request: Request) -> None:
 
 
 def in_order(
-    waiting: Sequence[Request], policy: Policy, now: float, max_wait: float | None
+    waiting: Sequence[Request], policy: Policy, now: float, max_wait: float | None, most: int
 ) -> Iterator[Request]:
-    """The waiting requests, next one first. Keys are computed when the first is asked for.
+    """The first of the waiting requests, next one first. The caller may change `waiting`.
 
     Args:
-        waiting: in order of arrival. The caller takes out of it each request that it goes on
-            past.
+        waiting: in order of arrival.
         policy: whose keys count.
         now: seconds.
         max_wait: seconds after which a request is overdue; None: never.
+        most: how many will be asked for at most.
     """
     if isinstance(policy, FCFS):  # is in order already, the overdue ones first
-        while waiting:
-            yield waiting[0]
+        yield from waiting[:most]
         return
     num_overdue = 0
     if max_wait is not None:
         num_overdue = bisect.bisect_right(waiting, now - max_wait, key=lambda r: r.arrival_time)
     overdue, others = waiting[:num_overdue], waiting[num_overdue:]
-    yield from overdue
-    heap = [(policy.key(r, now), arrival(r), r) for r in others]
-    heapq.heapify(heap)  # cheaper than sorting: few will be admitted
-    while heap:
-        yield heapq.heappop(heap)[-1]
+    yield from overdue[:most]
+    if most > num_overdue:
+        keys = ((policy.key(r, now), arrival(r), r) for r in others)
+        yield from (r for *_, r in heapq.nsmallest(most - num_overdue, keys))
 
 
 # -------------------------------------------------------------- how long an output will be

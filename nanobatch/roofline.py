@@ -44,6 +44,12 @@ def weights_of_layers(model: ModelConfig) -> int:
     return model.num_layers * (qkv + o + mlp)
 
 
+def num_weights(model: ModelConfig) -> int:
+    """The weights of the layers' products, of the embedding and of lm_head."""
+    num_tables = 1 if model.tie_word_embeddings else 2
+    return weights_of_layers(model) + num_tables * model.vocab_size * model.hidden_size
+
+
 def keys_seen(start: int, num_tokens: int, window: int | None) -> tuple[int, int]:
     """(keys that any of the queries sees, scores: keys summed over the queries).
 

@@ -21,7 +21,8 @@ The life of a step:
 
 Who is next is the policy's business (policy.py), who may enter that of the admission rule
 (admission.py). With static batching the batch is gathered once, from those who wait when it is
-empty; a finished row gives back its blocks and keeps its slot until all have finished.
+empty (if need be over several steps, as far as the budget goes); a finished row gives back its
+blocks and keeps its slot until all have finished.
 
 Always holds (invariants 7 to 11): the budget and max_num_seqs are kept; each running request
 gets at least one token in each step, before anyone is admitted; a step schedules something or
@@ -87,6 +88,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission; finished rows of a batch too
         self._live: dict[str, Request] = {}
         self._num_added = 0
+        self._batch_before = 0  # a static batch may be joined by those added before this many
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -177,12 +179,23 @@ class Scheduler:
         self._forget_copies()
         plan = SchedulerOutput()
         budget = self._serve_running(plan)
-        batch_is_closed = self.config.batching == "static" and len(self.running) > 0
-        if self.waiting and not plan.preempted and not batch_is_closed:
-            self._admit(plan, budget, now)
         if self.config.batching == "static":
-            plan.padding = [request for request in self.running if request.is_finished]
+            self._gather(plan, budget, now)
+        elif not plan.preempted:
+            self._admit(plan, self.waiting, budget, now)
         return plan
+
+    def _gather(self, plan: SchedulerOutput, budget: int, now: float) -> None:
+        """Let a static batch be joined by those who waited when it was empty, until anything
+        but the budget stops one of them."""
+        if not self.running:
+            self._batch_before = self._num_added
+        waited = [r for r in self.waiting if r.arrival_order < self._batch_before]
+        if not plan.preempted:
+            budget = self._admit(plan, waited, budget, now)
+        if plan.preempted or budget > 0:
+            self._batch_before = 0
+        plan.padding = [request for request in self.running if request.is_finished]
 
     def _serve_running(self, plan: SchedulerOutput) -> int:
         """Give every running request its tokens, and blocks for them; return what is left of
@@ -257,28 +270,32 @@ class Scheduler:
 
     # ------------------------------------------------------------------------ who comes next
 
-    def _admit(self, plan: SchedulerOutput, budget: int, now: float) -> None:
-        """Let waiting requests join while budget, slots and blocks last."""
+    def _admit(
+        self, plan: SchedulerOutput, waiting: Sequence[Request], budget: int, now: float
+    ) -> int:
+        """Let waiting requests join while budget, slots and blocks last; return what is left
+        of the budget."""
         config, admission = self.config, self.admission
-        if budget == 0 or len(self.running) == config.max_num_seqs:
-            return
+        num_slots = config.max_num_seqs - len(self.running)
+        if budget == 0 or num_slots == 0 or not waiting:
+            return budget
         admission.begin(self.running)
         self._look_up_hits()
-        for request in in_order(self.waiting, self.policy, now, config.max_wait):
-            is_full = budget == 0 or len(self.running) == config.max_num_seqs
-            if is_full or waits_for_leader(request, self.allocator):
-                return
+        for request in in_order(waiting, self.policy, now, config.max_wait, num_slots):
+            if budget == 0 or waits_for_leader(request, self.allocator):
+                return budget
             cached = self._hit(request)
             num_cached = len(cached) * config.block_size or request.num_computed_tokens
             num_left = request.num_tokens - num_cached
             num_tokens = min(num_left, budget)
             is_forbidden_chunk = num_tokens < num_left and not config.enable_chunked_prefill
             if is_forbidden_chunk or not admission.has_room(request, cached):
-                return
+                return budget
             self._enter(request, cached, num_tokens, plan, now)
             admission.admitted(request)
             plan.scheduled.append(ScheduledRequest(request, num_tokens))
             budget -= num_tokens
+        return budget
 
     def _hit(self, request: Request) -> list[int]:
         """Cached blocks of its prefix; none for one whose blocks come back from the host."""

@@ -22,9 +22,9 @@ from nanobatch import device as device_module
 from nanobatch.batch import Row, pack
 from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, GpuMemory, cache_bytes, resolve_device, resolve_dtype
-from nanobatch.loader import DUMMIES
 from nanobatch.model import Decoder
 from nanobatch.model_runner import MAX_AUTO_BLOCKS, ModelRunner, bytes_per_block
+from nanobatch.shapes import MODEL_SHAPES
 from nanobatch.static_batching import run_static_batch
 
 pytest.importorskip("triton")
@@ -150,7 +150,7 @@ class OnlyOnGpu(TorchDispatchMode):
 def fake_decoder(name="tiny", dtype=torch.bfloat16):
     """A decoder on a GPU that is not there (call it in a FakeTensorMode)."""
     with torch.device("meta"):
-        model = Decoder(DUMMIES[name])
+        model = Decoder(MODEL_SHAPES[name])
     weights = {
         name: torch.empty(weight.shape, dtype=dtype, device=GPU)
         for name, weight in model.state_dict().items()
@@ -217,7 +217,7 @@ def test_the_pool_is_what_the_largest_step_leaves(
     assert [len(row.token_ids) for row in packed[0]] == [67, 67, 66]
     assert (runner.graphs is not None) == cuda_graphs
     left = cache_bytes(GpuMemory(141 * GIB, GIB, GIB, 2 * GIB), 0.1, cuda_graphs)
-    size = bytes_per_block(DUMMIES["tiny"], 16, torch.bfloat16)
+    size = bytes_per_block(MODEL_SHAPES["tiny"], 16, torch.bfloat16)
     assert runner.config.num_blocks == left // size < MAX_AUTO_BLOCKS
     assert runner.caches[0][0].shape[0] == runner.config.num_blocks
     assert all(cache.is_cuda for pair in runner.caches for cache in pair)
@@ -246,7 +246,7 @@ def test_memory_that_does_not_suffice_is_a_value_error(launches, numbers_are_zer
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"])
 def test_a_captured_step_neither_waits_nor_copies(name, launches):
     """Either would end the capture with an error, on a GPU alone."""
-    config = DUMMIES[name]
+    config = MODEL_SHAPES[name]
     with FakeTensorMode():
         model = fake_decoder(name)
         runner = ModelRunner(model, EngineConfig(num_blocks=40, cuda_graphs=False))

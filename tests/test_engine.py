@@ -1229,7 +1229,7 @@ def test_signatures():
     names = {
         LLM.generate: "self prompts params progress",
         LLM.stream: "self prompt params",
-        LLMEngine: "config runner tokenizer clock",
+        LLMEngine: "config runner tokenizer clock policy admission",
         LLMEngine.add_request: (
             "self prompt params request_id arrival_time priority cache_salt"
         ),

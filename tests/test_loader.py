@@ -24,7 +24,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from nanobatch import LLM, EngineConfig, SamplingParams, loader
-from nanobatch.loader import DUMMIES
+from nanobatch.shapes import MODEL_SHAPES
 
 E, H, K, D, FF, V = 8, 2, 1, 4, 12, 20  # hidden, heads, KV heads, head dim, MLP, vocabulary
 CONFIG = {
@@ -117,7 +117,7 @@ def test_a_path_that_is_not_there(name):
 @pytest.mark.parametrize("name", ["dummy:", "dummy:gpt-5", "dummy:Tiny"])
 def test_an_unknown_dummy_is_refused_with_the_list(name):
     message = refusal(name)
-    assert repr(name) in message and all(shape in message for shape in DUMMIES)
+    assert repr(name) in message and all(shape in message for shape in MODEL_SHAPES)
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
@@ -658,12 +658,12 @@ NUM_PARAMETERS = {
 
 @pytest.mark.parametrize("name", list(NUM_PARAMETERS))
 def test_a_dummy_has_the_size_of_its_name(name):
-    parts = [part for parts in loader._sources(DUMMIES[name]).values() for part in parts]
+    parts = [part for parts in loader._sources(MODEL_SHAPES[name]).values() for part in parts]
     assert sum(map(prod, dict(parts).values())) == pytest.approx(NUM_PARAMETERS[name], rel=0.02)
 
 
 def test_every_dummy_is_counted_above():
-    assert set(NUM_PARAMETERS) == set(DUMMIES)
+    assert set(NUM_PARAMETERS) == set(MODEL_SHAPES)
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2-135m"])
