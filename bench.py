@@ -5,6 +5,9 @@
                                                  (a real model: a minute and a half)
     python bench.py --save-json out.json --plot out.png
     python bench.py --kernels                    each kernel against bandwidth and matrix rate
+    python bench.py --host                       what the scheduler costs between two steps
+    python bench.py --simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
+                                                 the real scheduler on a GPU that is not there
 
 The rungs, each on the identical requests, all of which arrive at once:
 
@@ -35,12 +38,20 @@ from pathlib import Path
 import torch
 
 import nanobatch
-from nanobatch.config import DEVICES, DTYPES, EngineConfig
+from nanobatch.config import (
+    ADMISSIONS,
+    DEVICES,
+    DTYPES,
+    POLICIES,
+    PREEMPTIONS,
+    EngineConfig,
+)
 from nanobatch.device import resolve_device, resolve_dtype
 from nanobatch.ladder import Run, make_ladder
 from nanobatch.loader import load
 from nanobatch.machine import GpuUtilization, Machine, measure_machine
-from nanobatch.workload import random_requests
+from nanobatch.metrics import GOODPUT_METRICS
+from nanobatch.workload import WorkItem, parse_lengths, random_requests, read_trace
 
 
 def compare_tokens(runs: dict[str, Run], is_exact: bool) -> str:
@@ -63,24 +74,39 @@ def compare_tokens(runs: dict[str, Run], is_exact: bool) -> str:
     return f"{num_same} of {len(reference.outputs)} outputs the same in all (16-bit numbers)"
 
 
-def print_table(systems: dict[str, dict[str, float]]) -> None:
-    columns = {
-        "req/s": ("request_throughput", 1, ".2f"),
-        "out tok/s": ("output_throughput", 1, ".0f"),
-        "P50 s": ("median_e2el_ms", 1e-3, ".2f"),
-        "P99 s": ("p99_e2el_ms", 1e-3, ".2f"),
-        "TTFT P50 ms": ("median_ttft_ms", 1, ".0f"),
-        "TPOT P50 ms": ("median_tpot_ms", 1, ".2f"),
-        "slots in use": ("slot_utilization", 1, ".0%"),
-        "of roofline": ("roofline_utilization", 1, ".0%"),
-        "NVML util.": ("nvml_gpu_utilization", 1, ".0%"),
-    }
+COLUMNS = {
+    "req/s": ("request_throughput", 1, ".2f"),
+    "goodput": ("request_goodput", 1, ".2f"),
+    "out tok/s": ("output_throughput", 1, ".0f"),
+    "P50 s": ("median_e2el_ms", 1e-3, ".2f"),
+    "P99 s": ("p99_e2el_ms", 1e-3, ".2f"),
+    "TTFT P50 ms": ("median_ttft_ms", 1, ".0f"),
+    "TPOT P50 ms": ("median_tpot_ms", 1, ".2f"),
+    "ITL P99 ms": ("p99_itl_ms", 1, ".1f"),
+    "queue mean s": ("mean_queue_ms", 1e-3, ".2f"),
+    "queue max s": ("max_queue_ms", 1e-3, ".2f"),
+    "slots in use": ("slot_utilization", 1, ".0%"),
+    "pool in use": ("pool_utilization", 1, ".0%"),
+    "preempted": ("num_preemptions", 1, ".0f"),
+    "recomputed": ("recompute_share", 1, ".1%"),
+    "of roofline": ("roofline_utilization", 1, ".0%"),
+    "NVML util.": ("nvml_gpu_utilization", 1, ".0%"),
+}
+ONLY_SIMULATED = {"queue mean s", "queue max s", "pool in use", "preempted", "recomputed"}
+
+
+def print_table(systems: dict[str, dict[str, float]], is_simulated: bool = False) -> None:
     known = set.intersection(*(set(s) for s in systems.values()))
-    columns = {name: column for name, column in columns.items() if column[0] in known}
-    print(f"{'':18}" + "".join(f"{name:>14}" for name in columns))
+    columns = {
+        name: column
+        for name, column in COLUMNS.items()
+        if column[0] in known and (is_simulated or name not in ONLY_SIMULATED)
+    }
+    width = max(18, *map(len, systems))
+    print(" " * width + "".join(f"{name:>14}" for name in columns))
     for name, s in systems.items():
         cells = (format(s[key] * factor, spec) for key, factor, spec in columns.values())
-        print(f"{name:18}" + "".join(f"{cell:>14}" for cell in cells))
+        print(f"{name:{width}}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
     if "roofline_utilization" in known:
         print(
             "\nof roofline: the least time for the work that was needed (weights, keys and "
@@ -108,60 +134,242 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
     }
 
 
+# Defaults that differ: a small run for real, a large one on the simulator.
+REAL = {
+    "num_prompts": 48, "input_len": "lognormal:32:1", "output_len": "lognormal:48:1",
+    "prefix_len": 32, "max_num_seqs": 16, "max_num_batched_tokens": 128,
+}  # fmt: skip
+SIMULATED = {
+    "num_prompts": 500, "input_len": "uniform:50:300", "output_len": "lognormal:200:0.5",
+    "prefix_len": 0, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
+}  # fmt: skip
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--simulate", metavar="MODEL@GPU", help="the real scheduler on a made-up GPU")
+    add("--compare", default="ladder", choices=("ladder", "admission", "policy", "preemption"),
+        help="rows of --simulate (default: %(default)s)")  # fmt: skip
+    add("--kernels", action="store_true", help="time the kernels, not the engine")
+    add("--host", action="store_true", help="time the host's part of a step")
     add("--model", default="tiny", help="anything LLM() takes (default: %(default)s)")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="default: float32, which keeps greedy tokens comparable; auto with --kernels",
-    )
+    add("--dtype", choices=DTYPES, help="default: float32; with --kernels auto")
     add("--device", default="auto", choices=DEVICES)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--kernels", action="store_true", help="time the kernels, not the engine")
-    add("--num-prompts", type=int, default=48)
-    add("--input-len", type=int, default=32, help="mean tokens of a prompt's own part")
-    add("--output-len", type=int, default=48, help="mean tokens of an output")
-    add("--prefix-len", type=int, default=32, help="tokens that all prompts begin with")
-    add("--sigma", type=float, default=1.0, help="spread of the lognormal lengths")
-    add("--max-num-seqs", type=int, default=16, help="slots of the batch")
-    add("--max-num-batched-tokens", type=int, default=128, help="budget with chunked prefill")
-    add("--block-size", type=int, default=16)
-    add("--repeat", type=int, default=3)
+
+    workload = parser.add_argument_group("workload (a length: 128, uniform:16:512, "
+                                         "lognormal:200:1, bimodal:32:1000:0.9)")  # fmt: skip
+    add = workload.add_argument
+    add("--num-prompts", type=int, help="default: 48; simulated: 500")
+    add("--input-len", metavar="LENGTH", help="of a prompt's own part, in tokens")
+    add("--output-len", metavar="LENGTH", help="of an output, in tokens")
+    add("--prefix-len", type=int, help="tokens that all prompts begin with")
+    add("--request-rate", default="inf", metavar="R[,R...]",
+        help="requests a second (default: all at once); several: a sweep")  # fmt: skip
+    add("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier")
+    add("--trace", metavar="FILE", help="JSON lines: arrival, prompt, output_tokens")
+    add("--max-tokens", type=int, help="what requests ask for; default: what they will get")
     add("--seed", type=int, default=0)
+
+    engine = parser.add_argument_group("engine (names as in EngineConfig)")
+    add = engine.add_argument
+    add("--max-num-seqs", type=int, help="slots of the batch")
+    add("--max-num-batched-tokens", type=int, help="budget of a step with chunked prefill")
+    add("--block-size", type=int, default=16)
+    add("--num-blocks", type=int, help="of the pool, simulated; default: what the GPU holds")
+    add("--num-host-blocks", type=int, default=0)
+    add("--policy", default="fcfs", choices=POLICIES)
+    add("--max-wait", type=float, help="seconds")
+    add("--admission", default="on_demand", choices=ADMISSIONS)
+    add("--preemption", default="recompute", choices=PREEMPTIONS)
+    add("--no-enable-prefix-caching", action="store_true", help="not even where a rung has it")
+    add("--tensor-parallel-size", type=int, default=1, help="simulated")
+
+    report = parser.add_argument_group("measurement and report")
+    add = report.add_argument
+    add("--repeat", type=int, default=3)
     add("--threads", type=int, help="torch's; by default 1 for a very small model, else all")
+    add("--goodput", nargs="+", metavar="NAME:MS", help="limits, such as ttft:200 tpot:50")
     add("--save-json", metavar="FILE")
-    add("--plot", metavar="FILE", help="bars of the table, and FILE's twin *_timeline")
+    add("--plot", metavar="FILE", help="the table as a figure, and FILE's twin *_timeline")
     args = parser.parse_args(argv)
+    try:
+        _settle(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """Fill in what was left open, and refuse what cannot be before anything is measured."""
+    for name, value in (SIMULATED if args.simulate else REAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     args.dtype = args.dtype or ("auto" if args.kernels else "float32")
-    least = dict.fromkeys(("prefix_len", "sigma"), 0)
-    least |= dict.fromkeys(
-        ("num_prompts", "input_len", "output_len", "block_size", "repeat"), 1
-    )
-    least |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "threads"), 1)
+    least = dict.fromkeys(("prefix_len", "num_host_blocks"), 0)
+    least |= dict.fromkeys(("num_prompts", "block_size", "repeat", "max_num_seqs"), 1)
+    least |= dict.fromkeys(("max_num_batched_tokens", "threads", "num_blocks"), 1)
+    least |= dict.fromkeys(("max_tokens", "tensor_parallel_size"), 1)
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= 1e9:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be >= {low}")
+            raise ValueError(f"{_flag(name)} is {value}; it must be >= {low}")
+    for name in ("input_len", "output_len"):
+        parse_lengths(getattr(args, name))
+    args.request_rate = [_rate(text) for text in args.request_rate.split(",")]
+    if len(args.request_rate) > 1 and not args.simulate:
+        raise ValueError("--request-rate takes several rates only with --simulate")
+    args.goodput = None if args.goodput is None else dict(map(_limit, args.goodput))
     for name in ("save_json", "plot"):  # found out now, not after the measurement
         file = getattr(args, name)
         if file is not None and not Path(file).absolute().parent.is_dir():
-            parser.error(f"--{name.replace('_', '-')} is {file}; there is no such directory")
+            raise ValueError(f"{_flag(name)} is {file}; there is no such directory")
     if args.plot is not None and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
-        parser.error(f"--plot is {args.plot}; it must end in .png, .pdf or .svg")
-    return args
+        raise ValueError(f"--plot is {args.plot}; it must end in .png, .pdf or .svg")
+    if args.simulate and args.simulate.count("@") != 1:
+        raise ValueError(f"--simulate is {args.simulate}; it must be MODEL@GPU")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not rate > 0:
+        raise ValueError(f"--request-rate is {text}; it must be > 0, or inf")
+    return rate
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, ms = text.partition(":")
+    try:
+        limit = float(ms)
+    except ValueError:
+        limit = 0.0
+    if name not in GOODPUT_METRICS or not limit > 0:
+        names = ", ".join(GOODPUT_METRICS)
+        raise ValueError(f"--goodput is {text}; it must be NAME:MS with NAME of {names}")
+    return name, limit
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
     args = parse_args(argv)
-    device = resolve_device(args.device)
-    report = bench_kernels(args, device) if args.kernels else bench_engine(args, device)
+    if args.host:
+        report = bench_host(args)
+    elif args.simulate:
+        report = bench_simulated(args)
+    else:
+        device = resolve_device(args.device)
+        report = bench_kernels(args, device) if args.kernels else bench_engine(args, device)
     if args.save_json:
         Path(args.save_json).write_text(json.dumps(report, indent=2))
     return report
+
+
+def make_items(args, request_rate: float, vocab_size: int, encode=None) -> list[WorkItem]:
+    """The workload that the flags describe."""
+    if args.trace:
+        return read_trace(args.trace, encode=encode, vocab_size=vocab_size, seed=args.seed)
+    return list(
+        random_requests(
+            args.num_prompts,
+            args.input_len,
+            args.output_len,
+            prefix_len=args.prefix_len,
+            request_rate=request_rate,
+            burstiness=args.burstiness,
+            vocab_size=vocab_size,
+            seed=args.seed,
+        )
+    )
+
+
+def engine_config(args, **more) -> EngineConfig:
+    """What the flags say of the engine."""
+    return EngineConfig(
+        block_size=args.block_size,
+        num_host_blocks=args.num_host_blocks,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=max(args.max_num_seqs, args.max_num_batched_tokens),
+        policy=args.policy,
+        max_wait=args.max_wait,
+        admission=args.admission,
+        preemption=args.preemption,
+        enable_prefix_caching=not args.no_enable_prefix_caching,
+        cuda_graphs=not args.enforce_eager,
+        **more,
+    )
+
+
+def longest_of(items: Sequence[WorkItem]) -> int:
+    return max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
+
+
+def describe_items(items: Sequence[WorkItem], request_rate: float) -> str:
+    outputs = [item.num_output_tokens for item in items]
+    when = "at once" if request_rate == float("inf") else f"at {request_rate:g} a second"
+    return f"{len(items)} requests {when}, outputs of {min(outputs)} to {max(outputs)} tokens"
+
+
+def bench_host(args) -> dict:
+    from nanobatch.host_bench import steady_decode
+
+    torch.set_num_threads(args.threads or 1)
+    machine = describe_machine(torch.device("cpu"))
+    print_heading("the host's part of a step of steady decode, in us", machine, None)
+    columns = ("schedule", "update", "both", "pack")
+    print(f"{'requests':>10}" + "".join(f"{name:>12}" for name in columns))
+    costs = []
+    for num_requests in (16, 64, 256, 1024):
+        cost = steady_decode(num_requests)
+        both = cost.schedule + cost.update
+        values = (cost.schedule, cost.update, both, cost.pack)
+        print(f"{num_requests:>10}" + "".join(f"{value:>12.0f}" for value in values))
+        costs.append(cost._asdict())
+    return {"machine": machine, "args": vars(args), "host": costs}
+
+
+def bench_simulated(args) -> dict:
+    from nanobatch.sim_bench import COMPARISONS, run
+
+    model, gpu = args.simulate.split("@")
+    systems: dict[str, dict[str, float]] = {}
+    for rate in args.request_rate:
+        items = make_items(args, rate, vocab_size=1000)
+        config = engine_config(args, num_blocks=args.num_blocks)
+        print(f"{model} on {gpu}, simulated: {describe_items(items, rate)}")
+        rows = COMPARISONS[args.compare](config, longest_of(items))
+        of_rate = {}
+        for name, system in rows.items():
+            result = run(
+                system,
+                items,
+                max_tokens=args.max_tokens,
+                model=model,
+                gpu=gpu,
+                tensor_parallel_size=args.tensor_parallel_size,
+                goodput=args.goodput,
+                progress=len(items) > 5000,
+            )
+            of_rate[name] = result.metrics | {"request_rate": rate}
+        print_table(of_rate, is_simulated=True)
+        suffix = f" @ {rate:g}" if len(args.request_rate) > 1 else ""
+        systems |= {name + suffix: figures for name, figures in of_rate.items()}
+    if args.plot:
+        from nanobatch import viz
+
+        title = f"{model} on {gpu}, simulated"
+        is_sweep = len(args.request_rate) > 1
+        draw = viz.throughput_against_latency if is_sweep else viz.ladder
+        draw(systems, title).savefig(args.plot, dpi=150)
+    return {"args": vars(args), "systems": systems}
 
 
 def print_heading(what: str, machine: dict, most: Machine | None) -> None:
@@ -192,38 +400,26 @@ def bench_kernels(args, device: torch.device) -> dict:
 
 def bench_engine(args, device: torch.device) -> dict:
     dtype = resolve_dtype(args.dtype, device)
-    model = load(args.model, dtype, device).model
+    loaded = load(args.model, dtype, device)
+    model = loaded.model
     is_small = sum(p.numel() for p in model.parameters()) < 10_000_000
     if args.threads or is_small:  # its products are too small to be shared between cores
         torch.set_num_threads(args.threads or 1)
-    items = random_requests(
-        args.num_prompts,
-        args.input_len,
-        args.output_len,
-        prefix_len=args.prefix_len,
-        sigma=args.sigma,
-        vocab_size=min(256, model.config.vocab_size),
-        seed=args.seed,
-    )
+    encode = None if loaded.tokenizer is None else loaded.tokenizer.encode
+    vocab_size = min(256, model.config.vocab_size)
+    items = make_items(args, args.request_rate[0], vocab_size, encode)
     machine = describe_machine(device)
     most = measure_machine(device, dtype) if device.type == "cuda" else None
     print_heading(
-        f"{args.model}, {args.dtype}: {len(items)} requests at once, outputs of "
-        f"{min(i.num_output_tokens for i in items)} to "
-        f"{max(i.num_output_tokens for i in items)} tokens, {args.max_num_seqs} slots",
+        f"{args.model}, {args.dtype}: {describe_items(items, args.request_rate[0])}, "
+        f"{args.max_num_seqs} slots",
         machine,
         most,
     )
-    longest = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
-    config = EngineConfig(
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=max(args.max_num_seqs, args.max_num_batched_tokens),
-        cuda_graphs=not args.enforce_eager,
-    )
-    rungs = make_ladder(model, longest, config)
+    rungs = make_ladder(model, longest_of(items), engine_config(args))
     for rung in rungs.values():
-        rung([replace(item, num_output_tokens=2) for item in items[: args.max_num_seqs]])
+        few = items[: args.max_num_seqs]
+        rung([replace(item, num_output_tokens=2, arrival_time=0.0) for item in few])
     runs: dict[str, list[Run]] = {name: [] for name in rungs}
     for _ in range(args.repeat):
         for name, rung in rungs.items():
@@ -232,7 +428,9 @@ def bench_engine(args, device: torch.device) -> dict:
             runs[name][-1].gpu_utilization = gpu.mean
         latest = {name: all_runs[-1] for name, all_runs in runs.items()}
         tokens = compare_tokens(latest, is_exact=dtype == torch.float32)
-    systems = {name: median_summary(all_runs, most) for name, all_runs in runs.items()}
+    systems = {
+        name: median_summary(all_runs, most, args.goodput) for name, all_runs in runs.items()
+    }
     print(f"greedy tokens: {tokens}; medians of {args.repeat}\n")
     print_table(systems)
     if args.plot:
@@ -240,15 +438,18 @@ def bench_engine(args, device: torch.device) -> dict:
     return {"machine": machine, "args": vars(args), "systems": systems}
 
 
-def median_summary(runs: Sequence[Run], machine: Machine | None) -> dict[str, float]:
-    summaries = [run.summary(machine) for run in runs]
+def median_summary(
+    runs: Sequence[Run], machine: Machine | None, goodput: dict[str, float] | None
+) -> dict[str, float]:
+    summaries = [run.summary(machine, goodput) for run in runs]
     return {key: statistics.median(s[key] for s in summaries) for key in summaries[0]}
 
 
 def plot(file: Path, systems: dict, runs: dict[str, list[Run]], args) -> None:
     from nanobatch import viz
 
-    title = f"{args.model}: {args.num_prompts} requests, {args.max_num_seqs} slots"
+    num_requests = len(next(iter(runs.values()))[-1].metrics)
+    title = f"{args.model}: {num_requests} requests, {args.max_num_seqs} slots"
     viz.ladder(systems, title).savefig(file, dpi=150)
     timeline = viz.static_against_continuous(
         runs["static"][-1].metrics, runs["continuous"][-1].metrics, args.max_num_seqs

@@ -11,13 +11,13 @@ al., OSDI 2022).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nanobatch.config import EngineConfig, cdiv
 from nanobatch.engine import LLMEngine, StepResult, WallClock
 from nanobatch.machine import Machine
-from nanobatch.metrics import summarize
+from nanobatch.metrics import InterTokenLatencies, summarize
 from nanobatch.model import Decoder
 from nanobatch.model_runner import ModelRunner
 from nanobatch.plan import SchedulerOutput
@@ -31,20 +31,24 @@ from nanobatch.workload import WorkItem
 class Run:
     """One system's pass over the requests; times in seconds from its start.
 
-    work: the least that each step had to do. gpu_utilization: what NVML says, if it does.
+    work: the least that each step had to do. itl: times between tokens. gpu_utilization: what
+    NVML says, if it does.
     """
 
     outputs: list[list[int]]
     metrics: list[RequestMetrics]
     slot_utilization: float
     work: list[Work]
+    itl: InterTokenLatencies | None = None
     gpu_utilization: float | None = None
 
-    def summary(self, machine: Machine | None) -> dict[str, float]:
+    def summary(
+        self, machine: Machine | None, goodput: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """The figures under the keys of bench.py's JSON; a share of the roofline if the
         machine was measured."""
         duration = max(m.finish_time for m in self.metrics)
-        figures = summarize(self.metrics, duration)
+        figures = summarize(self.metrics, duration, self.itl, goodput)
         figures["slot_utilization"] = self.slot_utilization
         if machine is not None:
             at_best = sum(work.seconds(*machine) for work in self.work)
@@ -70,16 +74,21 @@ class WatchedRunner:
 
 
 def run_static(model, items: Sequence[WorkItem], batch_size: int, num_slots: int) -> Run:
-    """Batches of batch_size in order of arrival. A row is credited at its own last token,
-    though a server that returns whole batches would make it wait for the longest."""
+    """Batches of at most batch_size, of those that have arrived when the last one is done. A
+    row is credited at its own last token, though a server that returns whole batches would
+    make it wait for the longest."""
     clock, outputs, metrics, num_turns, work = WallClock(), [], [], 0, []
+    itl = InterTokenLatencies()
     itemsize = model.embed.weight.dtype.itemsize
     start = clock.now()
-    for first in range(0, len(items), batch_size):
-        batch = items[first : first + batch_size]
+    while len(outputs) < len(items):
+        first = len(outputs)
+        clock.sleep_until(start + items[first].arrival_time)
         now = clock.now() - start
+        num_here = sum(item.arrival_time <= now for item in items[first : first + batch_size])
+        batch = items[first : first + num_here]
         rows = [
-            RequestMetrics(first_scheduled_time=now, num_prompt_tokens=len(i.prompt_token_ids))
+            RequestMetrics(i.arrival_time, now, num_prompt_tokens=len(i.prompt_token_ids))
             for i in batch
         ]
         tokens: list[list[int]] = [[] for _ in batch]
@@ -88,6 +97,7 @@ def run_static(model, items: Sequence[WorkItem], batch_size: int, num_slots: int
         for emitted in run_static_batch(model, prompts, [i.num_output_tokens for i in batch]):
             now = clock.now() - start
             num_turns += len(emitted)
+            itl.step([f"{first + row}" for row in emitted], now)
             alive = [steps[row] for row in emitted]
             work.append(step_work(model.config, alive, len(alive), itemsize))
             steps = [(start + num_tokens, 1) for start, num_tokens in steps]
@@ -99,29 +109,38 @@ def run_static(model, items: Sequence[WorkItem], batch_size: int, num_slots: int
                 rows[row].num_output_tokens = len(tokens[row])
         outputs += tokens
         metrics += rows
-    return Run(outputs, metrics, num_turns / (len(work) * num_slots), work)
+    return Run(outputs, metrics, num_turns / (len(work) * num_slots), work, itl)
 
 
 def run_engine(runner: ModelRunner, items: Sequence[WorkItem], config: EngineConfig) -> Run:
     """A fresh engine, cold prefix cache included: a runner keeps nothing between requests."""
-    watched = WatchedRunner(runner)
+    watched, itl = WatchedRunner(runner), InterTokenLatencies()
     engine = LLMEngine(replace(config, num_blocks=runner.config.num_blocks), watched)
     start = engine.clock.now()
-    for i, item in enumerate(items):
-        params = SamplingParams(
-            temperature=0, max_tokens=item.num_output_tokens, ignore_eos=True
-        )
-        engine.add_request(item.prompt_token_ids, params, request_id=str(i), arrival_time=start)
-    done = {}
-    while engine.has_unfinished():
-        done |= {out.request_id: out for out in engine.step() if out.finished}
+    coming, done = list(enumerate(items))[::-1], {}
+    while coming or engine.has_unfinished():
+        if not engine.has_unfinished():
+            engine.clock.sleep_until(start + coming[-1][1].arrival_time)
+        while coming and start + coming[-1][1].arrival_time <= engine.clock.now():
+            i, item = coming.pop()
+            engine.add_request(
+                item.prompt_token_ids,
+                SamplingParams(
+                    temperature=0, max_tokens=item.num_output_tokens, ignore_eos=True
+                ),
+                request_id=str(i),
+                arrival_time=start + item.arrival_time,
+            )
+        outs = engine.step()
+        itl.step([out.request_id for out in outs], engine.clock.now())
+        done |= {out.request_id: out for out in outs if out.finished}
     outs = [done[str(i)] for i in range(len(items))]
     names = ("arrival_time", "first_scheduled_time", "first_token_time", "finish_time")
     metrics = [
         replace(o.metrics, **{n: getattr(o.metrics, n) - start for n in names}) for o in outs
     ]
     tokens = [o.token_ids for o in outs]
-    return Run(tokens, metrics, engine.stats.slot_utilization, watched.work)
+    return Run(tokens, metrics, engine.stats.slot_utilization, watched.work, itl)
 
 
 def make_ladder(
@@ -132,7 +151,8 @@ def make_ladder(
     Args:
         model: with its weights.
         longest: tokens of the longest request, prompt and output.
-        config: block_size, max_num_seqs, the budget of the chunked rungs, cuda_graphs.
+        config: block_size, max_num_seqs, the budget of the chunked rungs, cuda_graphs, and
+            the policy and admission of the continuous rungs.
     """
     slots = config.max_num_seqs
     chunked = replace(config, max_model_len=longest, enable_prefix_caching=False)
@@ -141,7 +161,7 @@ def make_ladder(
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(longest, chunked.max_num_batched_tokens),
     )
-    cached = replace(chunked, enable_prefix_caching=True)
+    cached = replace(config, max_model_len=longest)
     # One runner serves all; on a GPU its pool is what they need, not all memory there is.
     on_cuda = model.embed.weight.is_cuda
     num_blocks = slots * cdiv(longest, config.block_size) if on_cuda else None

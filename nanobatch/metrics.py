@@ -94,7 +94,7 @@ def summarize(
 
     Returns:
         counts, rates per second, and mean, median, p90, p99 of queue time, ttft, tpot, itl and
-        e2el in ms.
+        e2el in ms, and the largest of each but itl.
     """
     num_input = sum(m.num_prompt_tokens for m in metrics)
     num_output = sum(m.num_output_tokens for m in metrics)
@@ -123,7 +123,7 @@ def summarize(
     for name, seconds in spans.items():
         ms = sorted(1e3 * s for s in seconds if s is not None)
         summary[f"mean_{name}_ms"] = sum(ms) / len(ms) if ms else 0.0
-        for key, p in (("median", 50), ("p90", 90), ("p99", 99)):
+        for key, p in (("median", 50), ("p90", 90), ("p99", 99), ("max", 100)):
             summary[f"{key}_{name}_ms"] = percentile(ms, p)
     if itl is not None:
         summary["mean_itl_ms"] = 1e3 * itl.mean

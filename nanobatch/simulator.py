@@ -5,7 +5,7 @@
 
 Everything is real but the numbers: Scheduler, BlockAllocator, policies, admission, preemption
 and prefix cache are those of the engine, and so is every plan. Only the time a plan takes comes
-from a cost model (cost_model.py), and tokens mean nothing: a request ends at its max_tokens.
+from a cost model (cost_model.py), and tokens mean nothing: a request ends when it is told to.
 
 Always holds: the same requests give the same result on every machine; on the same requests the
 engine makes the same plans (all that differs is time).
@@ -56,17 +56,31 @@ class SimulatedRunner:
     Args:
         cost_model: says how long a plan takes.
         clock: is moved on by that.
+        output_lens: by request id, how many tokens a request's output has when its text ends
+            by itself, with a stop token; who is not here goes on to max_tokens.
     """
 
-    def __init__(self, cost_model: CostModel, clock: VirtualClock):
+    def __init__(
+        self,
+        cost_model: CostModel,
+        clock: VirtualClock,
+        output_lens: Mapping[str, int] | None = None,
+    ):
         self.cost_model = cost_model
         self.clock = clock
+        self.output_lens = {} if output_lens is None else output_lens
 
     def run(self, plan: SchedulerOutput) -> StepResult:
-        """A token for whoever samples; it means nothing."""
+        """A token for whoever samples; it means nothing, or that the text has ended."""
         self.clock.sleep_until(self.clock.now() + self.cost_model.step_seconds(plan))
-        ids = [row.request.request_id for row in plan.scheduled if row.samples]
-        return StepResult(dict.fromkeys(ids, SOME_TOKEN))
+        sampling = [row.request for row in plan.scheduled if row.samples]
+        tokens = dict.fromkeys([request.request_id for request in sampling], SOME_TOKEN)
+        if self.output_lens:
+            for request in sampling:
+                length = self.output_lens.get(request.request_id)
+                if length == len(request.output_token_ids) + 1 and request.stop_token_ids:
+                    tokens[request.request_id] = [request.stop_token_ids[0]]
+        return StepResult(tokens)
 
 
 class StepRecord(NamedTuple):
@@ -122,6 +136,7 @@ def simulate(
     tensor_parallel_size: int = 1,
     policy: Policy | None = None,
     admission: Admission | None = None,
+    output_lens: Mapping[str, int] | None = None,
     goodput: Mapping[str, float] | None = None,
     keep_timeline: bool = True,
     progress: bool = False,
@@ -135,6 +150,7 @@ def simulate(
         config: num_blocks None is what the GPU's memory holds, max_model_len the model's own.
         tensor_parallel_size: GPUs that share the model.
         policy, admission: in place of those that config names.
+        output_lens: see SimulatedRunner.
         goodput: see metrics.summarize.
         keep_timeline: a record for each step; without it memory does not grow with the steps.
         progress: show a progress bar.
@@ -151,7 +167,7 @@ def simulate(
     )
     scheduler = Scheduler(config, allocator, policy, admission)
     clock = VirtualClock()
-    runner = SimulatedRunner(cost_model, clock)
+    runner = SimulatedRunner(cost_model, clock, output_lens)
     seen = _Seen(config, keep_timeline)
     coming = _Coming(requests, progress)
     while True:

@@ -118,3 +118,38 @@ def ladder(systems: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def throughput_against_latency(
+    systems: Mapping[str, Mapping[str, float]], title: str
+) -> Figure:
+    """Requests/s that were served against P50 and P99 latency, a curve for each system.
+
+    Args:
+        systems: figures by "NAME @ RATE", in ascending order of rate; see metrics.summarize.
+        title: of the figure.
+    """
+    curves: dict[str, list[Mapping[str, float]]] = {}
+    for name, figures in systems.items():
+        curves.setdefault(name.rpartition(" @ ")[0], []).append(figures)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for ax, (key, label) in zip(
+        figure.subplots(1, 2, sharex=True), (("median", "P50"), ("p99", "P99")), strict=True
+    ):
+        for i, (name, points) in enumerate(curves.items()):
+            ax.plot(
+                [p["request_throughput"] for p in points],
+                [p[f"{key}_e2el_ms"] / 1e3 for p in points],
+                color=colour_of(i),
+                marker="os^Dv"[i % 5],
+                markersize=5,
+                label=name,
+            )
+        ax.set_yscale("log")
+        ax.set_xlabel("requests per second served")
+        ax.set_ylabel(f"{label} latency (s)")
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure

@@ -392,8 +392,8 @@ def test_salts_keep_prefixes_apart():
 class Poison:
     """Before each step, NaN in every slot that holds nothing anybody may still read.
 
-    Spared are the computed tokens of running requests, and blocks that were once full: those
-    may be found in the prefix cache.
+    Spared are the computed tokens of running requests, blocks that were once full (those may
+    be found in the prefix cache), and blocks on their way to the host.
     """
 
     def __init__(self, runner):
@@ -413,6 +413,7 @@ class Poison:
                 is_free_NP[block, : max(0, num_computed)] = False
         if config.enable_prefix_caching:
             is_free_NP[list(self.full)] = False
+        is_free_NP[[device for device, _ in plan.swap_out]] = False  # yet to be copied
         is_free_N1P1 = is_free_NP[:, None, :, None].to(self.runner.device)
         for k_cache_NKPD, v_cache_NKPD in self.runner.caches:
             k_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
