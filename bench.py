@@ -51,7 +51,13 @@ from nanobatch.ladder import Run, make_ladder
 from nanobatch.loader import load
 from nanobatch.machine import GpuUtilization, Machine, measure_machine
 from nanobatch.metrics import GOODPUT_METRICS
-from nanobatch.workload import WorkItem, parse_lengths, random_requests, read_trace
+from nanobatch.workload import (
+    WorkItem,
+    chat_requests,
+    parse_lengths,
+    random_requests,
+    read_trace,
+)
 
 
 def compare_tokens(runs: dict[str, Run], is_exact: bool) -> str:
@@ -151,8 +157,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--simulate", metavar="MODEL@GPU", help="the real scheduler on a made-up GPU")
-    add("--compare", default="ladder", choices=("ladder", "admission", "policy", "preemption"),
-        help="rows of --simulate (default: %(default)s)")  # fmt: skip
+    compare = ("ladder", "admission", "policy", "preemption", "none")
+    add("--compare", default="ladder", choices=compare, help="rows of --simulate")
     add("--kernels", action="store_true", help="time the kernels, not the engine")
     add("--host", action="store_true", help="time the host's part of a step")
     add("--model", default="tiny", help="anything LLM() takes (default: %(default)s)")
@@ -167,6 +173,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--input-len", metavar="LENGTH", help="of a prompt's own part, in tokens")
     add("--output-len", metavar="LENGTH", help="of an output, in tokens")
     add("--prefix-len", type=int, help="tokens that all prompts begin with")
+    add("--num-turns", type=int, default=1, help="of conversations, --num-prompts of them")
     add("--request-rate", default="inf", metavar="R[,R...]",
         help="requests a second (default: all at once); several: a sweep")  # fmt: skip
     add("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier")
@@ -212,7 +219,7 @@ def _settle(args: argparse.Namespace) -> None:
     least = dict.fromkeys(("prefix_len", "num_host_blocks"), 0)
     least |= dict.fromkeys(("num_prompts", "block_size", "repeat", "max_num_seqs"), 1)
     least |= dict.fromkeys(("max_num_batched_tokens", "threads", "num_blocks"), 1)
-    least |= dict.fromkeys(("max_tokens", "tensor_parallel_size"), 1)
+    least |= dict.fromkeys(("max_tokens", "tensor_parallel_size", "num_turns"), 1)
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= 1e9:
@@ -269,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         device = resolve_device(args.device)
         report = bench_kernels(args, device) if args.kernels else bench_engine(args, device)
     if args.save_json:
-        Path(args.save_json).write_text(json.dumps(report, indent=2))
+        Path(args.save_json).write_text(json.dumps(report, indent=2, allow_nan=False))
     return report
 
 
@@ -277,18 +284,16 @@ def make_items(args, request_rate: float, vocab_size: int, encode=None) -> list[
     """The workload that the flags describe."""
     if args.trace:
         return read_trace(args.trace, encode=encode, vocab_size=vocab_size, seed=args.seed)
-    return list(
-        random_requests(
-            args.num_prompts,
-            args.input_len,
-            args.output_len,
-            prefix_len=args.prefix_len,
-            request_rate=request_rate,
-            burstiness=args.burstiness,
-            vocab_size=vocab_size,
-            seed=args.seed,
-        )
-    )
+    how = {
+        "request_rate": request_rate,
+        "burstiness": args.burstiness,
+        "vocab_size": vocab_size,
+        "seed": args.seed,
+    }
+    lengths = (args.input_len, args.output_len)
+    if args.num_turns > 1:
+        return chat_requests(args.num_prompts, args.num_turns, *lengths, **how)
+    return list(random_requests(args.num_prompts, *lengths, prefix_len=args.prefix_len, **how))
 
 
 def engine_config(args, **more) -> EngineConfig:
@@ -306,6 +311,15 @@ def engine_config(args, **more) -> EngineConfig:
         cuda_graphs=not args.enforce_eager,
         **more,
     )
+
+
+def args_of(args) -> dict:
+    """The flags as JSON has them."""
+    return vars(args) | {"request_rate": [_finite(rate) for rate in args.request_rate]}
+
+
+def _finite(rate: float) -> float | str:
+    return rate if rate < float("inf") else "inf"  # as `vllm bench` writes it
 
 
 def longest_of(items: Sequence[WorkItem]) -> int:
@@ -333,7 +347,7 @@ def bench_host(args) -> dict:
         values = (cost.schedule, cost.update, both, cost.pack)
         print(f"{num_requests:>10}" + "".join(f"{value:>12.0f}" for value in values))
         costs.append(cost._asdict())
-    return {"machine": machine, "args": vars(args), "host": costs}
+    return {"machine": machine, "args": args_of(args), "host": costs}
 
 
 def bench_simulated(args) -> dict:
@@ -342,7 +356,7 @@ def bench_simulated(args) -> dict:
     model, gpu = args.simulate.split("@")
     systems: dict[str, dict[str, float]] = {}
     for rate in args.request_rate:
-        items = make_items(args, rate, vocab_size=1000)
+        items = make_items(args, rate, vocab_size=256)
         config = engine_config(args, num_blocks=args.num_blocks)
         print(f"{model} on {gpu}, simulated: {describe_items(items, rate)}")
         rows = COMPARISONS[args.compare](config, longest_of(items))
@@ -358,7 +372,7 @@ def bench_simulated(args) -> dict:
                 goodput=args.goodput,
                 progress=len(items) > 5000,
             )
-            of_rate[name] = result.metrics | {"request_rate": rate}
+            of_rate[name] = result.metrics | {"request_rate": _finite(rate)}
         print_table(of_rate, is_simulated=True)
         suffix = f" @ {rate:g}" if len(args.request_rate) > 1 else ""
         systems |= {name + suffix: figures for name, figures in of_rate.items()}
@@ -369,7 +383,7 @@ def bench_simulated(args) -> dict:
         is_sweep = len(args.request_rate) > 1
         draw = viz.throughput_against_latency if is_sweep else viz.ladder
         draw(systems, title).savefig(args.plot, dpi=150)
-    return {"args": vars(args), "systems": systems}
+    return {"args": args_of(args), "systems": systems}
 
 
 def print_heading(what: str, machine: dict, most: Machine | None) -> None:
@@ -393,7 +407,7 @@ def bench_kernels(args, device: torch.device) -> dict:
         lines = print_lines(KernelBench(device, dtype, most).lines())
     return {
         "machine": machine | most._asdict(),
-        "args": vars(args),
+        "args": args_of(args),
         "kernels": [line._asdict() for line in lines],
     }
 
@@ -435,7 +449,7 @@ def bench_engine(args, device: torch.device) -> dict:
     print_table(systems)
     if args.plot:
         plot(Path(args.plot), systems, runs, args)
-    return {"machine": machine, "args": vars(args), "systems": systems}
+    return {"machine": machine, "args": args_of(args), "systems": systems}
 
 
 def median_summary(

@@ -1,7 +1,8 @@
 """Who may enter when memory is short.
 
 A request's cache grows by a token a step until it ends, and nobody knows when. The three rules
-differ in how much of that they count beforehand, for those that run and for who wants in:
+differ in how much of that they count beforehand, for those that run and for who wants in.
+(What can never fit is refused when it is added: `check_fits`.)
 
     tokens so far  [###########]
     on_demand      [###########|#]            one step more; preempt when that was too little
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import cdiv
+from nanobatch.config import EngineConfig, cdiv
 from nanobatch.policy import LearnedLengths, PredictLength, observe
 from nanobatch.request import Request, RequestStatus
 
@@ -63,6 +64,7 @@ class _CountsBlocks:
             self.admitted(request)
 
     def has_room(self, request: Request, cached: Sequence[int]) -> bool:
+        """Whether all that is counted is free."""
         num_taken = num_free_among(cached, self.allocator)
         num_new = self.num_blocks(request) - len(cached) + num_taken
         return self.num_promised + num_new <= self.allocator.num_free_blocks
@@ -106,6 +108,7 @@ class Predict:
         self._running = [self._expected(request) for request in running]
 
     def has_room(self, request: Request, cached: Sequence[int]) -> bool:
+        """Whether the expected peak fits, with the request in it, and its tokens fit now."""
         peak = expected_peak([*self._running, self._expected(request)])
         # Each may fill its last block with a single token.
         num_slots = peak + (len(self._running) + 1) * (self.allocator.block_size - 1)
@@ -143,6 +146,28 @@ def expected_peak(requests: Sequence[tuple[float, int]]) -> float:
         held += num_now
         peak = max(peak, held + (i + 1) * num_left)
     return peak
+
+
+def limits(config: EngineConfig) -> dict[str, int]:
+    """What prompt + output of one request must fit into, by name, in tokens."""
+    sizes = {"the pool (num_blocks * block_size)": config.num_blocks * config.block_size}
+    if config.max_model_len is not None:
+        sizes["max_model_len"] = config.max_model_len
+    if not config.enable_chunked_prefill:
+        # After a preemption, prompt and output must be recomputed in one step.
+        sizes["max_num_batched_tokens (chunked prefill is off)"] = config.max_num_batched_tokens
+    return sizes
+
+
+def check_fits(request: Request, config: EngineConfig) -> None:
+    """Raise ValueError if the prompt and one token of output can never fit."""
+    num_prompt = len(request.prompt_token_ids)
+    for limit, size in limits(config).items():
+        if num_prompt + 1 > size:
+            raise ValueError(
+                f"request {request.request_id!r}: a prompt of {num_prompt} tokens and one "
+                f"token of output need {num_prompt + 1}, but {limit} is {size}"
+            )
 
 
 def make_admission(

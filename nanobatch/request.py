@@ -242,6 +242,16 @@ class Request:
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
+    def start(self, num_cached: int, now: float) -> None:
+        """It is admitted at time now, or again after it lost its blocks, with num_cached
+        tokens found in the cache."""
+        self.num_computed_tokens = num_cached
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = now
+            self.metrics.num_cached_tokens = num_cached
+        self.metrics.num_recomputed_tokens += max(0, self.num_lost_tokens - num_cached)
+        self.num_lost_tokens = 0
+
     def append_token(self, token_id: int) -> str | None:
         """Record one sampled token; return why the request ends with it, or None.
 

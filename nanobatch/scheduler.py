@@ -39,7 +39,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from nanobatch.admission import Admission, make_admission, waits_for_leader
+from nanobatch.admission import (
+    Admission,
+    check_fits,
+    limits,
+    make_admission,
+    waits_for_leader,
+)
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, cdiv
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
@@ -98,26 +104,7 @@ class Scheduler:
             raise ValueError(f"request_id {request.request_id!r} is in use by a live request")
         if request.status is not RequestStatus.WAITING or request.output_token_ids:
             raise ValueError(f"{request} was added before; make a new Request")
-        num_prompt = len(request.prompt_token_ids)
-        for limit, size in self._limits().items():
-            if num_prompt + 1 > size:
-                raise ValueError(
-                    f"request {request.request_id!r}: a prompt of {num_prompt} tokens and one "
-                    f"token of output need {num_prompt + 1}, but {limit} is {size}"
-                )
-
-    def _limits(self) -> dict[str, int]:
-        """What prompt + output of one request must fit into, by name, in tokens."""
-        config = self.config
-        limits = {"the pool (num_blocks * block_size)": config.num_blocks * config.block_size}
-        if config.max_model_len is not None:
-            limits["max_model_len"] = config.max_model_len
-        if not config.enable_chunked_prefill:
-            # After a preemption, prompt and output must be recomputed in one step.
-            limits["max_num_batched_tokens (chunked prefill is off)"] = (
-                config.max_num_batched_tokens
-            )
-        return limits
+        check_fits(request, self.config)
 
     def add(self, request: Request) -> None:
         """Enqueue a request, and cut its max_tokens to what can ever fit.
@@ -126,7 +113,7 @@ class Scheduler:
             ValueError: prompt + 1 exceeds a limit, or the id is live; nothing was changed.
         """
         self.check(request)
-        room = min(self._limits().values()) - len(request.prompt_token_ids)
+        room = min(limits(self.config).values()) - len(request.prompt_token_ids)
         request.max_tokens = min(request.params.max_tokens, room)
         request.arrival_order = self._num_added
         self._num_added += 1
@@ -178,7 +165,7 @@ class Scheduler:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
         self._forget_copies()
         plan = SchedulerOutput()
-        budget = self._serve_running(plan)
+        budget = self._serve_running(plan, now)
         if self.config.batching == "static":
             self._gather(plan, budget, now)
         elif not plan.preempted:
@@ -197,7 +184,7 @@ class Scheduler:
             self._batch_before = 0
         plan.padding = [request for request in self.running if request.is_finished]
 
-    def _serve_running(self, plan: SchedulerOutput) -> int:
+    def _serve_running(self, plan: SchedulerOutput, now: float) -> int:
         """Give every running request its tokens, and blocks for them; return what is left of
         the budget."""
         block_size, scheduled = self.config.block_size, plan.scheduled
@@ -216,7 +203,7 @@ class Scheduler:
             num_slots = len(request.block_table) * block_size
             if request.num_computed_tokens + num_tokens > num_slots:
                 while not self._add_blocks(request, num_tokens):
-                    victim = self._preempt_one(plan)
+                    victim = self._preempt_one(plan, now)
                     num_given_back = plan.give_back(victim)
                     budget += num_given_back
                     if victim is request:
@@ -242,12 +229,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------- who gives way
 
-    def _preempt_one(self, plan: SchedulerOutput) -> Request:
+    def _preempt_one(self, plan: SchedulerOutput, now: float) -> Request:
         """Take the blocks of the last admitted, or of whom the policy likes least."""
         running = [request for request in self.running if request.status is RUNNING]
         victim = running[-1]
         if getattr(self.policy, "preempts_worst", False):
-            victim = max(running, key=lambda r: (self.policy.key(r, 0.0), arrival(r)))
+            victim = max(running, key=lambda r: (self.policy.key(r, now), arrival(r)))
         self.running.remove(victim)
         self._drain()
         victim.metrics.num_preemptions += 1
@@ -321,8 +308,7 @@ class Scheduler:
         if not is_swapped:
             self.allocator.acquire(cached)
             request.block_table = cached
-            request.num_computed_tokens = len(cached) * self.config.block_size
-            self._count_start(request, now)
+            request.start(len(cached) * self.config.block_size, now)
         has_blocks = self._add_blocks(request, num_tokens)
         assert has_blocks, f"{request} was admitted without room"
         if is_swapped:
@@ -330,14 +316,6 @@ class Scheduler:
         request.status = RUNNING
         self.waiting.remove(request)
         self.running.append(request)
-
-    def _count_start(self, request: Request, now: float) -> None:
-        metrics, num_cached = request.metrics, request.num_computed_tokens
-        if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = now
-            metrics.num_cached_tokens = num_cached
-        metrics.num_recomputed_tokens += max(0, request.num_lost_tokens - num_cached)
-        request.num_lost_tokens = 0
 
     # ------------------------------------------------------------------- what became of it
 

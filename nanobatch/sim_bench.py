@@ -4,6 +4,7 @@
     admission    static, on_demand, reserve, predict
     policy       fcfs, sjf (with the lengths known, and learned), each with max_wait
     preemption   recompute, swap
+    none         the engine as it is configured
 
 Every row is given the same requests on the same GPU. Run by `python bench.py --simulate
 MODEL@GPU --compare KIND`. Taught in notebooks/03_iteration_level_scheduling.ipynb and
@@ -86,6 +87,7 @@ COMPARISONS = {
     "admission": admissions,
     "policy": policies,
     "preemption": preemptions,
+    "none": lambda config, longest: {"engine": System(config)},
 }
 
 

@@ -214,7 +214,7 @@ class _Coming:
         if progress:
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(total=total, unit="request")
+            self._bar = tqdm(total=total, unit="request", mininterval=1.0)
 
     def add_due(self, scheduler: Scheduler, now: float) -> None:
         while self.next is not None and self.next.arrival_time <= now:
@@ -244,6 +244,7 @@ class _Seen:
         end: float,
         num_blocks_in_use: int,
     ) -> None:
+        """A plan was computed between start and end."""
         self._stats.count_step(plan, self._config, num_blocks_in_use)
         self._stats.num_preemptions += len(plan.preempted)
         self._itl.step(token_ids, end)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from nanobatch.request import RequestMetrics
 
@@ -142,10 +143,15 @@ def throughput_against_latency(
                 [p[f"{key}_e2el_ms"] / 1e3 for p in points],
                 color=colour_of(i),
                 marker="os^Dv"[i % 5],
-                markersize=5,
+                # The later the smaller: where curves meet, each still shows.
+                markersize=max(3, 10 - 2 * i),
+                linewidth=max(1, 4 - i),
                 label=name,
             )
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(ScalarFormatter())
+        ax.yaxis.set_minor_formatter(ScalarFormatter())
+        ax.tick_params(axis="y", which="minor", labelsize=6)
         ax.set_xlabel("requests per second served")
         ax.set_ylabel(f"{label} latency (s)")
         ax.grid(alpha=0.3)

@@ -653,6 +653,10 @@ NUM_PARAMETERS = {
     "qwen3-0.6b": 0.596e9,
     "smollm2-135m": 134.5e6,
     "tiny": 1.03e6,
+    "llama-2-13b": 13.0e9,
+    "llama-2-70b": 69.0e9,
+    "llama-3.1-70b": 70.6e9,
+    "qwen3-8b": 8.19e9,
 }
 
 

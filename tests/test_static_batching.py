@@ -14,6 +14,7 @@ import torch
 
 import bench
 from nanobatch import LLM, EngineConfig, RequestMetrics, SamplingParams, viz
+from nanobatch.host_bench import steady_decode
 from nanobatch.ladder import Run, make_ladder
 from nanobatch.loader import load
 from nanobatch.machine import Machine
@@ -27,7 +28,8 @@ BENCH = Path(bench.__file__)
 
 @pytest.fixture(scope="module")
 def items():
-    return random_requests(7, 12, 10, prefix_len=20, seed=3)
+    lengths = ("lognormal:12:1", "lognormal:10:1")
+    return list(random_requests(7, *lengths, prefix_len=20, seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,84 @@ def compared(a, b, is_exact):
     return bench.compare_tokens(
         {n: Run(x, [], 1.0, []) for n, x in (("a", a), ("b", b))}, is_exact
     )
+
+
+def test_bench_at_a_rate_with_limits(capsys):
+    flags = ["--num-prompts", "4", "--input-len", "8", "--output-len", "6", "--repeat", "1"]
+    flags += ["--request-rate", "40", "--goodput", "ttft:100000", "tpot:100000"]
+    report = bench.main([*flags, "--max-num-seqs", "2", "--policy", "sjf", "--max-wait", "1"])
+    for name, s in report["systems"].items():
+        assert s["request_goodput"] == s["request_throughput"], name
+        # the last comes no earlier than three gaps of a fortieth of a second in the mean
+        assert s["duration"] > 0.02 and s["mean_itl_ms"] > 0
+    assert "goodput" in capsys.readouterr().out
+
+
+def test_bench_reads_a_trace(tmp_path):
+    trace = tmp_path / "t.jsonl"
+    lines = [{"arrival": 0.01 * i, "prompt": "Once upon", "output_tokens": 3} for i in range(3)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    report = bench.main(["--trace", str(trace), "--repeat", "1", "--max-num-seqs", "2"])
+    assert all(s["total_output_tokens"] == 9 for s in report["systems"].values())
+    report = bench.main(
+        ["--simulate", "tiny@t4", "--compare", "policy", "--trace", str(trace_of_counts(trace))]
+    )
+    assert all(s["total_input_tokens"] == 15 for s in report["systems"].values())
+
+
+def trace_of_counts(trace):
+    trace.write_text('{"arrival": 0, "prompt": 5, "output_tokens": 2}\n' * 3)
+    return trace
+
+
+@pytest.mark.parametrize("compare", ["ladder", "admission", "policy", "preemption"])
+def test_bench_simulates(compare, tmp_path, capsys):
+    file = tmp_path / "s.json"
+    report = bench.main(
+        ["--simulate", "llama-2-7b@h100", "--compare", compare, "--num-prompts", "20"]
+        + ["--save-json", str(file), "--plot", str(tmp_path / "s.png")]
+    )
+    assert json.loads(file.read_text())["systems"] == report["systems"]
+    printed = capsys.readouterr().out
+    for name, s in report["systems"].items():
+        assert s["completed"] == 20 and name in printed
+        assert f"{s['request_throughput']:.2f}" in printed
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+
+
+def test_conversations_are_what_the_prefix_cache_is_for():
+    report = bench.main(
+        ["--simulate", "llama-3.1-8b@a100-80gb", "--num-prompts", "20", "--num-turns", "5"]
+        + ["--request-rate", "2"]
+    )
+    chunked, cached = (report["systems"][n] for n in ("+ chunked prefill", "+ prefix cache"))
+    assert chunked["completed"] == cached["completed"] == 100
+    assert cached["mean_ttft_ms"] < chunked["mean_ttft_ms"]
+
+
+def test_a_sweep_of_rates_draws_a_curve(tmp_path):
+    report = bench.main(
+        ["--simulate", "llama-2-7b@h100", "--compare", "admission", "--num-prompts", "20"]
+        + ["--request-rate", "2,8", "--plot", str(tmp_path / "s.png")]
+    )
+    assert len(report["systems"]) == 8
+    slow, fast = (report["systems"][f"on_demand @ {rate}"] for rate in (2, 8))
+    assert slow["request_throughput"] < fast["request_throughput"]
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+
+
+def test_what_the_simulator_refuses_is_said_in_a_line():
+    done = subprocess.run(
+        [sys.executable, BENCH, "--simulate", "llama-2-70b@l4"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "does not fit" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_host_s_part_is_measured():
+    """Small sizes; `bench.py --host` has the figures."""
+    cost = steady_decode(8, context=40)
+    assert 0 < cost.schedule < 10_000 and 0 < cost.update < 10_000 and 0 < cost.pack < 10_000
 
 
 def test_bench_refuses_to_compare_systems_that_disagree():
@@ -166,9 +246,11 @@ def test_percentile_is_numpy_s():
 
 
 def test_workload_repeats_and_keeps_its_promises():
-    a = random_requests(200, 32, 48, prefix_len=16, seed=1)
-    assert a == random_requests(200, 32, 48, prefix_len=16, seed=1)
-    assert a != random_requests(200, 32, 48, prefix_len=16, seed=2)
+    lengths = ("lognormal:32:1", "lognormal:48:1")
+    a, again, other = (
+        list(random_requests(200, *lengths, prefix_len=16, seed=seed)) for seed in (1, 1, 2)
+    )
+    assert a == again != other
     assert len({tuple(i.prompt_token_ids[:16]) for i in a}) == 1, "one shared prefix"
     assert all(16 < len(i.prompt_token_ids) <= 16 + 4 * 32 for i in a)
     assert all(1 <= i.num_output_tokens <= 4 * 48 for i in a)
@@ -204,8 +286,14 @@ def test_slots_are_assigned_without_overlap():
     "flags, fault",
     [
         (["--dtype", "int8"], "invalid choice"),
-        (["--sigma", "nan"], "--sigma is nan"),
+        (["--input-len", "lognormal:5:nan"], "length 'lognormal:5:nan'"),
         (["--threads", "-1"], "--threads is -1"),
+        (["--request-rate", "0"], "--request-rate is 0"),
+        (["--request-rate", "1,2"], "only with --simulate"),
+        (["--goodput", "itl:20"], "--goodput is itl:20"),
+        (["--goodput", "ttft:-1"], "--goodput is ttft:-1"),
+        (["--simulate", "llama-2-7b"], "it must be MODEL@GPU"),
+        (["--policy", "lifo"], "invalid choice"),
         (["--save-json", "no/such/directory/x"], "no such directory"),
         (["--plot", "x.txt"], ".png"),
     ],
