@@ -26,9 +26,8 @@ def expect(found: object, wanted: object, *args: object, **kwargs: object) -> No
     Numbers are compared to a relative 1e-5, tensors too; lists and dicts element by element.
     """
     if not _same(found, wanted):
-        raise AssertionError(
-            f"for {show(*args, **kwargs)} the answer is {_short(found)}; right is {_short(wanted)}"
-        )
+        inputs = show(*args, **kwargs)
+        raise AssertionError(f"for {inputs} it gives {_short(found)}; right is {_short(wanted)}")
 
 
 def right(name: str) -> None:
