@@ -27,7 +27,8 @@ def expect(found: object, wanted: object, *args: object, **kwargs: object) -> No
     """
     if not _same(found, wanted):
         inputs = show(*args, **kwargs)
-        raise AssertionError(f"for {inputs} it gives {_short(found)}; right is {_short(wanted)}")
+        gives = f"for {inputs} it gives {_short(found)}"
+        raise AssertionError(f"{gives}; right is {_short(wanted)}")
 
 
 def right(name: str) -> None:
