@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
-import gguf
 import huggingface_hub
 import numpy as np
 import pytest
@@ -25,6 +24,8 @@ from safetensors.torch import save_file
 
 from nanobatch import LLM, EngineConfig, SamplingParams, loader
 from nanobatch.shapes import MODEL_SHAPES
+
+gguf = pytest.importorskip("gguf")
 
 E, H, K, D, FF, V = 8, 2, 1, 4, 12, 20  # hidden, heads, KV heads, head dim, MLP, vocabulary
 CONFIG = {

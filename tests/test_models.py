@@ -19,7 +19,6 @@ import json
 from pathlib import Path
 from random import Random
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -36,6 +35,8 @@ from nanobatch.attention import PagedAttend
 from nanobatch.batch import Row, pack
 from nanobatch.config import cdiv
 from nanobatch.model import Decoder
+
+gguf = pytest.importorskip("gguf")
 
 VOCAB_SIZE = 200
 PROMPT_LENS = (23, 1, 9, 16)

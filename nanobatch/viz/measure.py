@@ -75,3 +75,29 @@ def throughput_against_latency(
     figure.axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _example_systems() -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "request_throughput": rate,
+            "median_e2el_ms": 1000 * seconds,
+            "p99_e2el_ms": 2500 * seconds,
+        }
+        for name, rate, seconds in (
+            ("static @ 1", 1.0, 4.0),
+            ("static @ 4", 3.8, 9.0),
+            ("static @ 8", 4.7, 40.0),
+            ("continuous @ 1", 1.0, 2.0),
+            ("continuous @ 4", 4.0, 2.4),
+            ("continuous @ 8", 8.0, 3.2),
+        )
+    }
+
+
+EXAMPLES = {
+    "ladder": lambda: ladder(_example_systems(), "an example"),
+    "throughput_against_latency": lambda: throughput_against_latency(
+        _example_systems(), "an example"
+    ),
+}

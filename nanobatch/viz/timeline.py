@@ -76,3 +76,23 @@ def static_against_continuous(
         slot_timeline(ax, metrics, num_slots, until, title)
     axes[-1].set_xlabel("time (s); dark: until the first token; grey: an idle slot")
     return figure
+
+
+def _example() -> Figure:
+    """Twelve requests on four slots, half of them long, as a scheduler might serve them."""
+    lengths = [6, 2, 2, 5, 1, 4, 2, 6, 1, 3, 2, 5]
+    static, free_at = [], 0.0
+    for first in range(0, len(lengths), 4):
+        batch = lengths[first : first + 4]
+        static += [RequestMetrics(0.0, free_at, free_at + 0.5, free_at + n) for n in batch]
+        free_at += max(batch)
+    continuous, slots = [], [0.0] * 4
+    for n in lengths:
+        slot = min(range(4), key=slots.__getitem__)
+        start = slots[slot]
+        continuous.append(RequestMetrics(0.0, start, start + 0.5, start + n))
+        slots[slot] = start + n
+    return static_against_continuous(static, continuous, 4)
+
+
+EXAMPLES = {"static_against_continuous": _example}
