@@ -39,24 +39,18 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from nanobatch.admission import (
-    Admission,
-    check_fits,
-    limits,
-    make_admission,
-    waits_for_leader,
-)
+from nanobatch.admission import Admission, waits_for_leader
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, cdiv
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
-from nanobatch.policy import Policy, arrival, in_order, make_policy, observe
-from nanobatch.preemption import Preemption
+from nanobatch.policy import Policy, arrival, in_order
+from nanobatch.queues import Queues
 from nanobatch.request import Request, RequestStatus
 
 RUNNING = RequestStatus.RUNNING
 
 
-class Scheduler:
+class Scheduler(Queues):
     """Plans steps over a block allocator; usable without a model, on made-up tokens.
 
     Args:
@@ -76,90 +70,8 @@ class Scheduler:
         policy: Policy | None = None,
         admission: Admission | None = None,
     ):
-        pool = (allocator.num_blocks, allocator.block_size)
-        if pool != (config.num_blocks, config.block_size):
-            raise ValueError(
-                f"the allocator has {allocator.num_blocks} blocks of {allocator.block_size}; "
-                f"config.num_blocks is {config.num_blocks}, block_size {config.block_size}"
-            )
-        self.config = config
-        self.allocator = allocator
-        self.policy = make_policy(config.policy) if policy is None else policy
-        self.admission = (
-            make_admission(config.admission, allocator) if admission is None else admission
-        )
-        num_host_blocks = config.num_host_blocks if config.preemption == "swap" else 0
-        self.preemption = Preemption(allocator, num_host_blocks)
-        self.waiting: list[Request] = []  # in order of arrival
-        self.running: list[Request] = []  # in order of admission; finished rows of a batch too
-        self._live: dict[str, Request] = {}
-        self._num_added = 0
+        super().__init__(config, allocator, policy, admission)
         self._batch_before = 0  # a static batch may be joined by those added before this many
-
-    # ------------------------------------------------------------------ requests come and go
-
-    def check(self, request: Request) -> None:
-        """Raise ValueError if the request may not be added: a live id, or too long."""
-        if request.request_id in self._live:
-            raise ValueError(f"request_id {request.request_id!r} is in use by a live request")
-        if request.status is not RequestStatus.WAITING or request.output_token_ids:
-            raise ValueError(f"{request} was added before; make a new Request")
-        check_fits(request, self.config)
-
-    def add(self, request: Request) -> None:
-        """Enqueue a request, and cut its max_tokens to what can ever fit.
-
-        Raises:
-            ValueError: prompt + 1 exceeds a limit, or the id is live; nothing was changed.
-        """
-        self.check(request)
-        room = min(limits(self.config).values()) - len(request.prompt_token_ids)
-        request.max_tokens = min(request.params.max_tokens, room)
-        request.arrival_order = self._num_added
-        self._num_added += 1
-        self._live[request.request_id] = request
-        bisect.insort(self.waiting, request, key=arrival)
-
-    def abort(self, request_id: str) -> bool:
-        """End a live request, at any time; False if no such request lives."""
-        request = self._live.get(request_id)
-        if request is None:
-            return False
-        self.finish(request, "abort")
-        return True
-
-    def finish(self, request: Request, reason: str, now: float | None = None) -> None:
-        """End a live request for a reason, take it off its queue and free its blocks."""
-        is_running = request.status is RUNNING
-        del self._live[request.request_id]
-        self.preemption.release(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.metrics.finish_time = now
-        if not is_running:
-            self.waiting.remove(request)
-        elif self.config.batching == "static":
-            self._drain()
-        else:
-            self.running.remove(request)
-        if reason in ("stop", "length"):
-            observe(self.policy, request)
-            observe(self.admission, request)
-
-    def _drain(self) -> None:
-        """Give up the slots of a static batch when all of its rows have finished."""
-        if all(request.is_finished for request in self.running):
-            self.running.clear()
-
-    def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._live)
-
-    def get(self, request_id: str) -> Request | None:
-        """The live request of this id, or None."""
-        return self._live.get(request_id)
-
-    # ------------------------------------------------------------------------------ one step
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
