@@ -6,6 +6,7 @@
     python bench.py --save-json out.json --plot out.png
     python bench.py --kernels                    each kernel against bandwidth and matrix rate
     python bench.py --host                       what the scheduler costs between two steps
+    python bench.py --check 60                   a minute of random trials: is it right here?
     python bench.py --simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
                                                  the real scheduler on a GPU that is not there
 
@@ -161,6 +162,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compare", default="ladder", choices=compare, help="rows of --simulate")
     add("--kernels", action="store_true", help="time the kernels, not the engine")
     add("--host", action="store_true", help="time the host's part of a step")
+    add("--check", type=float, metavar="SECONDS", help="is it right, on this machine?")
     add("--model", default="tiny", help="anything LLM() takes (default: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: float32; with --kernels auto")
     add("--device", default="auto", choices=DEVICES)
@@ -274,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         report = bench_simulated(args)
     else:
         device = resolve_device(args.device)
-        report = bench_kernels(args, device) if args.kernels else bench_engine(args, device)
+        bench = bench_kernels if args.kernels else bench_engine
+        report = (bench if args.check is None else check_engine)(args, device)
     if args.save_json:
         Path(args.save_json).write_text(json.dumps(report, indent=2, allow_nan=False))
     return report
@@ -348,6 +351,24 @@ def bench_host(args) -> dict:
         print(f"{num_requests:>10}" + "".join(f"{value:>12.0f}" for value in values))
         costs.append(cost._asdict())
     return {"machine": machine, "args": args_of(args), "host": costs}
+
+
+def check_engine(args, device: torch.device) -> dict:
+    from nanobatch.differential import Differential
+
+    torch.set_num_threads(args.threads or 1)
+    model = load(args.model, torch.float32, device).model
+    machine = describe_machine(device)
+    print_heading(f"{args.model}, float32: {args.check:g} s of random trials", machine, None)
+    found = Differential(model, args.seed).run(args.check)
+    print(
+        f"{found.trials} configurations, {found.requests} requests, {found.tokens} tokens: "
+        f"{len(found.faults) or 'no'} differences from each request alone"
+    )
+    print(", ".join(f"{name}: {count}" for name, count in sorted(found.seen.items())))
+    if found.faults:
+        sys.exit(1)
+    return {"machine": machine, "args": args_of(args), "check": vars(found)}
 
 
 def bench_simulated(args) -> dict:

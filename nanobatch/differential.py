@@ -1,0 +1,198 @@
+"""Trust a machine: the same requests under configurations drawn at random must say the same.
+
+    reference   each request alone, dense and padded to nothing (static_batching.py): no cache
+                blocks, no scheduler; seeded samples and log-probabilities from an engine that
+                serves one request at a time
+    trial       a random crowd through the engine, with any block size, budget, slots, pool,
+                chunking, prefix cache, policy, admission, preemption, batching and backend
+
+What is compared: greedy tokens, seeded samples, log-probabilities, finish reasons; and that all
+blocks are free again. Two tokens whose logits lie within TIE of each other may change places:
+from there on a greedy output proves nothing and is not compared.
+
+Always holds (invariants 10, 12, 13): in float32 there is no difference. Run by `python bench.py
+--check SECONDS`, on a new GPU above all.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from nanobatch.config import (
+    ADMISSIONS,
+    BATCHING,
+    POLICIES,
+    PREEMPTIONS,
+    EngineConfig,
+    cdiv,
+)
+from nanobatch.engine import LLMEngine
+from nanobatch.fused_kernels import HAS_TRITON
+from nanobatch.model import Decoder
+from nanobatch.model_runner import ModelRunner
+from nanobatch.request import RequestOutput, SamplingParams
+from nanobatch.static_batching import run_static_batch
+
+TIE = 1e-3
+LOGPROB_TOLERANCE = 1e-2
+LONGEST = 96  # tokens of a request, prompt and output
+Ask = tuple[tuple[int, ...], SamplingParams]
+
+
+@dataclass
+class Report:
+    """What was tried, and what was wrong.
+
+    trials, requests, tokens: how many. seen: how often a choice was drawn, and what happened.
+    faults: one line for each difference, with the configuration that shows it.
+    """
+
+    trials: int = 0
+    requests: int = 0
+    tokens: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+class Differential:
+    """Draws trials for one model.
+
+    Args:
+        model: with its weights, in float32.
+        seed: of everything that is drawn.
+    """
+
+    def __init__(self, model: Decoder, seed: int = 0):
+        self.model = model
+        self.rng = random.Random(seed)
+        self.report = Report()
+        self._alone: dict[Ask, RequestOutput] = {}
+        plain = EngineConfig(max_num_seqs=1, max_model_len=LONGEST, num_blocks=LONGEST // 16)
+        self._plain = replace(plain, enable_prefix_caching=False, cuda_graphs=False)
+
+    def run(self, seconds: float, say: Callable[[str], None] = print) -> Report:
+        """Try for so long; say what is wrong as soon as it is found."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for fault in self.trial():
+                say(fault)
+        return self.report
+
+    def trial(self) -> list[str]:
+        """One crowd under one configuration; the faults it shows."""
+        config, asks = self._draw_config(), self._draw_asks()
+        outputs, engine = self._serve(config, asks)
+        faults = [
+            f"{fault}\n    prompt {list(ask[0])}\n    {ask[1]}\n    {config}"
+            for ask, output in zip(asks, outputs, strict=True)
+            if (fault := self._difference(ask, output)) is not None
+        ]
+        allocator = engine.scheduler.allocator
+        if allocator.num_free_blocks != allocator.num_blocks:
+            faults.append(f"blocks were not given back\n    {config}")
+        report = self.report
+        report.trials += 1
+        report.requests += len(asks)
+        report.tokens += sum(len(output.token_ids) for output in outputs)
+        report.seen["preemptions"] += engine.stats.num_preemptions
+        report.seen["swapped blocks"] += engine.stats.num_swapped_blocks
+        report.seen["prefix hits"] += sum(o.metrics.num_cached_tokens > 0 for o in outputs)
+        report.faults += faults
+        return faults
+
+    # --------------------------------------------------------------------------- what is drawn
+
+    def _draw_config(self) -> EngineConfig:
+        rng = self.rng
+        block_size = rng.choice([1, 2, 4, 8, 16, 32])
+        slots = rng.randint(1, 8)
+        one = cdiv(LONGEST, block_size)
+        chosen = {
+            "batching": rng.choice([*BATCHING, "continuous"]),
+            "policy": rng.choice(POLICIES),
+            "admission": rng.choice(ADMISSIONS),
+            "preemption": rng.choice(PREEMPTIONS),
+            "enable_prefix_caching": rng.random() < 0.7,
+            "enable_chunked_prefill": rng.random() < 0.7,
+            "cuda_graphs": rng.random() < 0.7,
+            "attention_backend": rng.choice(self._backends()),
+        }
+        self.report.seen.update(f"{name} {value}" for name, value in chosen.items())
+        budget = rng.randint(slots, 64) if chosen["enable_chunked_prefill"] else LONGEST
+        return EngineConfig(
+            **chosen,
+            block_size=block_size,
+            num_blocks=rng.choice([one, one, one + one // 2, 3 * one]),
+            num_host_blocks=rng.randint(1, 2 * one),
+            max_num_seqs=slots,
+            max_num_batched_tokens=max(slots, budget),
+            max_model_len=LONGEST,
+            max_wait=rng.choice([None, 0.01]),
+        )
+
+    def _backends(self) -> list[str]:
+        on_cuda = self.model.embed.weight.is_cuda
+        return ["torch", "triton"] if on_cuda and HAS_TRITON else ["torch"]
+
+    def _draw_asks(self) -> list[Ask]:
+        rng, vocab_size = self.rng, self.model.config.vocab_size
+        shared = [rng.randrange(vocab_size) for _ in range(40)]
+        asks = []
+        for _ in range(rng.randint(1, 10)):
+            prompt = shared[: rng.choice([0, 0, 17, 33])]
+            prompt += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 40))]
+            length = rng.choice([1, 2, rng.randint(3, 20)])
+            how = rng.choice([{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
+            params = SamplingParams(
+                **how, seed=rng.randrange(10**6), max_tokens=length, ignore_eos=True, logprobs=2
+            )
+            asks.append((tuple(prompt), params))
+        return asks
+
+    # ------------------------------------------------------------------------ how it is served
+
+    def _serve(
+        self, config: EngineConfig, asks: list[Ask]
+    ) -> tuple[list[RequestOutput], LLMEngine]:
+        runner = ModelRunner(self.model, config)
+        engine = LLMEngine(runner.config, runner)
+        done: dict[str, RequestOutput] = {}
+        for i, (prompt, params) in enumerate(asks):
+            engine.add_request(list(prompt), params, request_id=str(i), priority=i % 3)
+            for out in engine.step() if self.rng.random() < 0.4 else ():
+                done[out.request_id] = out
+        while engine.has_unfinished():
+            done |= {out.request_id: out for out in engine.step()}
+        return [done[str(i)] for i in range(len(asks))], engine
+
+    def _reference(self, ask: Ask) -> RequestOutput:
+        if ask not in self._alone:
+            prompt, params = ask
+            [output], _ = self._serve(self._plain, [ask])
+            if params.temperature == 0:
+                steps = run_static_batch(self.model, [list(prompt)], [params.max_tokens])
+                output.token_ids = [emitted[0] for emitted in steps]
+            self._alone[ask] = output
+        return self._alone[ask]
+
+    def _difference(self, ask: Ask, found: RequestOutput) -> str | None:
+        """What is wrong with an output, in a line; None if nothing is."""
+        wanted = self._reference(ask)
+        if found.finish_reason != wanted.finish_reason:
+            return f"it ends with {found.finish_reason!r}, alone with {wanted.finish_reason!r}"
+        for i, (a, b) in enumerate(zip(found.token_ids, wanted.token_ids, strict=False)):
+            first, second, *_ = sorted(found.logprobs[i].values(), reverse=True)
+            is_tie = ask[1].temperature == 0 and first - second < TIE
+            if is_tie:
+                return None
+            if a != b:
+                return f"token {i} is {a}, alone {b}; of {found.token_ids}, {wanted.token_ids}"
+            alone = wanted.logprobs[i]
+            gap = max(abs(found.logprobs[i][t] - alone[t]) for t in alone.keys() & {a})
+            if gap > LOGPROB_TOLERANCE:
+                return f"log-probability of token {i} differs by {gap:.3g}"
+        return None

@@ -1,0 +1,91 @@
+"""bench.py --check: the engine against each request alone, and faults that it must find."""
+
+import json
+
+import pytest
+import torch
+
+import bench
+from nanobatch import BlockAllocator, engine
+from nanobatch.differential import Differential
+from nanobatch.loader import load
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("tiny", torch.float32).model
+
+
+def test_random_trials_show_no_difference(model):
+    """Invariants 10, 12, 13, in any mixture of configurations."""
+    differential = Differential(model, seed=0)
+    for _ in range(60):
+        differential.trial()
+    report = differential.report
+    assert report.faults == []
+    assert report.trials == 60 and report.requests > 100 and report.tokens > 500
+    for what in ("preemptions", "swapped blocks", "prefix hits", "batching static"):
+        assert report.seen[what] > 0, what
+
+
+def test_the_same_seed_draws_the_same_trials(model):
+    reports = []
+    for _ in range(2):
+        differential = Differential(model, seed=5)
+        for _ in range(5):
+            differential.trial()
+        reports.append(differential.report)
+    assert reports[0] == reports[1]
+
+
+class ForgetsThePrefix(BlockAllocator):
+    """Finds blocks by their own tokens, whatever came before."""
+
+    def match_prefix(self, token_ids, salt=None):
+        found = super().match_prefix(token_ids, salt)
+        if not found and self._keys:
+            return [next(iter(self._keys))][: (len(token_ids) - 1) // self.block_size]
+        return found
+
+
+@pytest.mark.parametrize("fault", ["allocator", "poison", "stream"])
+def test_faults_are_found_and_named(model, monkeypatch, fault):
+    differential = Differential(model, seed=0)
+    if fault == "allocator":
+        monkeypatch.setattr(engine, "BlockAllocator", ForgetsThePrefix)
+    if fault == "poison":  # the first key of each step's batch is lost
+        write = "nanobatch.attention.rope_and_write"
+        from nanobatch.attention import rope_and_write
+
+        def forgets_one(q, k, v, cos, sin, k_cache, v_cache, slots):
+            slots = slots.clone()
+            if len(slots) > 6:
+                slots[3] = -1
+            return rope_and_write(q, k, v, cos, sin, k_cache, v_cache, slots)
+
+        monkeypatch.setattr(write, forgets_one)
+    if fault == "stream":
+        counter = iter(range(10**9))
+        monkeypatch.setattr(
+            "nanobatch.sampler._uniform", lambda row: (next(counter) * 0.61) % 1
+        )
+    faults = []
+    for _ in range(40):
+        faults += differential.trial()
+        if faults:
+            break
+    assert faults, "nothing was noticed"
+    assert "prompt [" in faults[0] and "EngineConfig(" in faults[0]
+
+
+def test_bench_check_says_what_it_tried(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "c.json"
+    report = bench.main(["--check", "1", "--save-json", str(file)])
+    assert json.loads(file.read_text())["check"]["trials"] == report["check"]["trials"] > 0
+    printed = capsys.readouterr().out
+    assert "no differences from each request alone" in printed
+    assert "preemption swap: " in printed and "prefix hits: " in printed
+    monkeypatch.setattr(Differential, "_difference", lambda self, ask, found: "it is wrong")
+    with pytest.raises(SystemExit) as end:
+        bench.main(["--check", "0.2"])
+    assert end.value.code == 1 and "it is wrong" in capsys.readouterr().out
