@@ -82,6 +82,11 @@ class BlockAllocator:
         check_int("block_id", block_id, 0, self.num_blocks - 1)
         return self._ref_counts[block_id]
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether the prefix cache knows what is in the block."""
+        check_int("block_id", block_id, 0, self.num_blocks - 1)
+        return block_id in self._keys
+
     def allocate(self, n: int) -> list[int]:
         """Take n free blocks, each with ref count 1 and nothing cached in it.
 

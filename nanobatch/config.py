@@ -106,7 +106,7 @@ class EngineConfig:
         enable_chunked_prefill: a prompt may be computed over several steps.
         enable_prefix_caching: full blocks are found again by what is in them.
         preemption: "recompute": a preempted request starts anew from its tokens; "swap": its
-            blocks wait in host memory, as far as num_host_blocks go (host_pool.py).
+            blocks wait in host memory, as far as num_host_blocks go (preemption.py).
         attention_backend: "torch" or "triton" (on a CPU only in Triton's interpreter);
             "auto" is the best there is on the device.
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).

@@ -589,3 +589,16 @@ def test_a_million_blocks():
         assert allocator.num_free_blocks == num_blocks - 5
         allocator.free(table)
     assert time.perf_counter() - start < 1.0  # tens of milliseconds when nothing walks
+
+
+def test_whether_a_block_is_cached():
+    allocator = BlockAllocator(4, 2)
+    first, second = allocator.allocate(2)
+    allocator.cache_blocks([1, 2, 3], [first, second], 3)
+    assert allocator.is_cached(first) and not allocator.is_cached(second)
+    allocator.free([first, second])
+    assert allocator.is_cached(first), "free, and still to be found"
+    allocator.allocate(4)
+    assert not allocator.is_cached(first), "somebody else has it"
+    with pytest.raises(ValueError, match="block_id is 4"):
+        allocator.is_cached(4)

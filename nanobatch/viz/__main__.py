@@ -21,7 +21,8 @@ def examples() -> dict[str, Callable[[], Figure]]:
             continue
         module = importlib.import_module(f"nanobatch.viz.{info.name}")
         for name, example in getattr(module, "EXAMPLES", {}).items():
-            found[f"{info.name}_{name}"] = example
+            is_named = name.startswith(info.name)
+            found[name if is_named else f"{info.name}_{name}"] = example
     return found
 
 

@@ -82,7 +82,11 @@ def take_state(
     """
     if num_tokens is None:
         num_tokens = {i: len(table) * allocator.block_size for i, table in tables.items()}
-    cached_free = frozenset(b for b in allocator._keys if allocator.ref_count(b) == 0)
+    cached_free = frozenset(
+        block
+        for block in range(allocator.num_blocks)
+        if allocator.is_cached(block) and allocator.ref_count(block) == 0
+    )
     copies = {i: tuple(table) for i, table in tables.items()}
     size = (allocator.num_blocks, allocator.block_size)
     return PoolState(*size, copies, dict(num_tokens), cached_free, title)
@@ -108,7 +112,7 @@ def pool(state: PoolState) -> Figure:
 
 def pool_steps(states: Sequence[PoolState]) -> Figure:
     """One row of blocks for each state, its title at the left: what happens step by step."""
-    figure = Figure(figsize=(9, 0.5 * len(states) + 1.2), layout="constrained")
+    figure = Figure(figsize=(9, 0.36 * len(states) + 1.2), layout="constrained")
     ax = figure.subplots()
     for row, state in enumerate(states):
         for block_id in range(state.num_blocks):
@@ -124,7 +128,7 @@ def pool_steps(states: Sequence[PoolState]) -> Figure:
 
 def animate(states: Sequence[PoolState], interval_ms: int = 600) -> FuncAnimation:
     """pool() over time, a frame for each state. Keep what it returns until it is shown."""
-    figure, axes = _pool_axes(states)
+    figure, axes = _pool_axes(states, width=7.2)  # small: every frame is a picture
     FigureCanvasAgg(figure)
     requests = sorted({i for state in states for i in state.tables})
     longest = _longest_table(states)
@@ -148,11 +152,11 @@ def as_gif(animation: FuncAnimation, frames_per_second: float = 2, dpi: int = 70
         return path.read_bytes()
 
 
-def _pool_axes(states: Sequence[PoolState]) -> tuple[Figure, Sequence[Axes]]:
+def _pool_axes(states: Sequence[PoolState], width: float = 9) -> tuple[Figure, Sequence[Axes]]:
     num_rows = cdiv(max(state.num_blocks for state in states), COLUMNS)
     num_requests = len({i for state in states for i in state.tables})
-    height = 0.55 * max(num_rows, num_requests, 2) + 1.5
-    figure = Figure(figsize=(9, height), layout="constrained")
+    height = width * 0.06 * max(num_rows, num_requests, 2) + 1.5
+    figure = Figure(figsize=(width, height), layout="constrained")
     widths = [COLUMNS, max(4, _longest_table(states)) + 2]
     axes = figure.subplots(1, 2, width_ratios=widths)
     _legend(figure)
@@ -199,11 +203,12 @@ def _draw_block(
         filled = max(state.filled(i, state.tables[i].index(block_id)) for i in holders)
         _draw_cell(ax, x, y, holders, filled, "+".join(map(str, holders)))
     else:
-        hatch = "////" if block_id in state.cached_free else None
+        hatch = "///" if block_id in state.cached_free else None
         ax.add_patch(_rectangle(x, y, 0.92, 0.88, facecolor=IDLE, edgecolor="#777777",
                                 hatch=hatch, linewidth=0))  # fmt: skip
     if with_id:
-        ax.text(x + 0.08, y + 0.09, str(block_id), fontsize=6, va="top", color=INK)
+        badge = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+        ax.text(x + 0.09, y + 0.12, str(block_id), fontsize=7, va="top", color=INK, bbox=badge)
 
 
 def _draw_cell(
@@ -236,7 +241,7 @@ def _legend(figure: Figure) -> None:
         Patch(facecolor=blue, label="holds tokens (number: the request)"),
         Patch(facecolor=blue, alpha=PALE, label="held, not filled yet"),
         Patch(facecolor=IDLE, label="free"),
-        Patch(facecolor=IDLE, edgecolor="#777777", hatch="////", linewidth=0,
+        Patch(facecolor=IDLE, edgecolor="#777777", hatch="///", linewidth=0,
               label="free, can be found by content"),
     ]  # fmt: skip
     figure.legend(
@@ -298,13 +303,16 @@ def prefix_hits(turns: Sequence[Sequence[RequestMetrics]]) -> Figure:
         for i, m in enumerate(metrics):
             y, cached = turn * (num_chats + 0.6) + i, m.num_cached_tokens
             labels.append((y, f"turn {turn + 1}, chat {i}"))
-            ax.barh(y, cached, color=IDLE, hatch="////", edgecolor="#777777", linewidth=0)
+            ax.barh(y, cached, color=IDLE, hatch="///", edgecolor="#777777", linewidth=0)
             ax.barh(y, m.num_prompt_tokens - cached, left=cached, color=colour_of(i))
+            middle = (cached + m.num_prompt_tokens) / 2
+            badge = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+            ax.text(middle, y, str(i), ha="center", va="center", fontsize=7, bbox=badge)
     ax.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlabel("prompt tokens")
     ax.spines[["top", "right"]].set_visible(False)
-    found = Patch(facecolor=IDLE, edgecolor="#777777", hatch="////", linewidth=0)
+    found = Patch(facecolor=IDLE, edgecolor="#777777", hatch="///", linewidth=0)
     figure.legend(
         [found, Patch(facecolor=colour_of(0))],
         ["found in the prefix cache", "computed (colour: the chat)"],

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from nanobatch.roofline import Work
 from nanobatch.viz.style import INK, OKABE_ITO
@@ -102,7 +102,7 @@ def step_times(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
         right.plot(batches, [b / s for b, s in points], markersize=4, **style)
     for ax in (left, right):
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(ScalarFormatter())
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         ax.set_xlabel("batch size (requests that decode)")
         ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)
@@ -145,8 +145,10 @@ def _plain(ax: Axes) -> None:
 
 
 def _plain_log(ax: Axes) -> None:
-    """Numbers in place of powers of ten, where there is at least one power to show."""
-    ax.yaxis.set_major_formatter(ScalarFormatter())
+    """1, 2, 5, 10 on a logarithmic axis of ordinates, as numbers."""
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _example_products() -> Figure:

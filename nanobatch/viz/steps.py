@@ -25,7 +25,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
+from nanobatch.config import cdiv
 from nanobatch.plan import SchedulerOutput
 from nanobatch.simulator import SimulationResult, StepRecord
 from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
@@ -34,6 +36,7 @@ AnyStep = SchedulerOutput | StepRecord | Mapping[str, int]
 Steps = Sequence[AnyStep] | SimulationResult
 
 MOST_COUNTS = 40  # with more steps than this a cell is too narrow for a number
+MOST_LABELS = 28  # with more requests than this not every row is labelled
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,18 @@ def draw_steps(
         _draw_request(ax, y, number, states_of(name, drawn, arrivals.get(name, 0)))
         for x, step in enumerate(drawn):
             if name in step.num_tokens and len(drawn) <= MOST_COUNTS:
-                count = str(step.num_tokens[name])
-                colour = "white" if step.num_tokens[name] > 1 else INK
-                middle = {"ha": "center", "va": "center"}
-                ax.text(x + 0.5, y, count, color=colour, fontsize=7, zorder=4, **middle)
+                num_tokens = step.num_tokens[name]
+                is_on_dark = num_tokens > 1 or colour_of(number) == OKABE_ITO[0]
+                ink = {"color": "white" if is_on_dark else INK, "fontsize": 7, "zorder": 4}
+                ax.text(x, y, str(num_tokens), ha="center", va="center", **ink)
             if name in step.preempted:
                 ax.plot(x, y, marker="X", color=INK, mec="white", ms=8, zorder=5)
-    ax.set_xlim(0, max(1, len(drawn)))
+    ax.set_xlim(-0.5, max(1, len(drawn)) - 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(len(numbers) - 0.4, -0.6)
-    ax.set_yticks(range(len(numbers)), [f"r{n}" for n in numbers.values()], fontsize=8)
+    labels = [f"r{number}" for number in numbers.values()]
+    every = cdiv(len(labels), MOST_LABELS)
+    ax.set_yticks(range(0, len(labels), every), labels[::every], fontsize=7)
     ax.set_ylabel("request")
     ax.set_title(title, loc="left", fontsize=10)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -136,7 +142,7 @@ def draw_steps(
 
 def _draw_request(ax: Axes, y: int, number: int, states: Sequence[str]) -> None:
     """One row: a bar for each run of steps in one state."""
-    left = 0
+    left = -0.5  # a column is centred on its step
     for state, run in groupby(states):
         width = len(list(run))
         box = {"left": left, "edgecolor": "white", "linewidth": 0.5}
@@ -152,13 +158,16 @@ def _draw_request(ax: Axes, y: int, number: int, states: Sequence[str]) -> None:
 
 
 def step_timelines(
-    runs: Mapping[str, Steps], arrivals: Mapping[str, int] | None = None
+    runs: Mapping[str, Steps],
+    arrivals: Mapping[str, int] | None = None,
+    side_by_side: bool = False,
 ) -> Figure:
-    """Requests over steps, one picture below the other on one axis of steps.
+    """Requests over steps, one picture below the other, to one scale of steps.
 
     Args:
         runs: by title, the steps of each picture; see draw_steps.
         arrivals: by request id, the first step that it could have been part of.
+        side_by_side: draw them next to each other instead.
     """
     drawn = {
         title: [
@@ -166,16 +175,21 @@ def step_timelines(
         ]
         for title, run in runs.items()
     }
-    heights = [max(1, len(numbers_of(steps))) for steps in drawn.values()]
-    size = (9, 0.21 * sum(heights) + 0.45 * len(runs) + 0.75)
-    figure = Figure(figsize=size, layout="constrained")
+    rows = [max(1, len(numbers_of(steps))) for steps in drawn.values()]
+    num_down, num_across = (1, len(runs)) if side_by_side else (len(runs), 1)
+    num_rows = max(rows) if side_by_side else sum(rows)
+    height = min(0.2 * num_rows, 3.8) + 0.32 * num_down + 0.75
+    figure = Figure(figsize=(9, height), layout="constrained")
+    ratios = None if side_by_side else rows
     axes = figure.subplots(
-        len(runs), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-    )[:, 0]
+        num_down, num_across, sharex=True, squeeze=False, height_ratios=ratios
+    ).flat
     for ax, (title, run) in zip(axes, runs.items(), strict=True):
         draw_steps(ax, run, arrivals, title)
-    axes[-1].set_xlim(0, max(1, *(len(steps) for steps in drawn.values())))
-    axes[-1].set_xlabel("step")
+    most = max(1, *(len(steps) for steps in drawn.values()))
+    axes[-1].set_xlim(-0.5, most - 0.5)
+    for ax in axes if side_by_side else axes[-1:]:
+        ax.set_xlabel("step")
     every_step = [step for steps in drawn.values() for step in steps]
     figure.legend(
         handles=_key(every_step),
@@ -228,7 +242,9 @@ def token_budget(steps: Steps, budget: int, title: str = "") -> Figure:
         for x, height in enumerate(heights):
             is_tall = height >= 0.07 * budget and len(drawn) <= MOST_COUNTS
             if is_tall:
+                is_on_dark = colour_of(number) == OKABE_ITO[0]
                 middle = {"ha": "center", "va": "center", "fontsize": 7, "zorder": 3}
+                middle["color"] = "white" if is_on_dark else INK
                 ax.text(x, tops[x] + height / 2, f"r{number}", **middle)
             tops[x] += height
     ax.axhline(budget, color=INK, linewidth=1, linestyle="--", zorder=4)
@@ -238,6 +254,7 @@ def token_budget(steps: Steps, budget: int, title: str = "") -> Figure:
     )  # fmt: skip
     ax.set_xlim(-0.6, len(drawn) - 0.4)
     ax.set_ylim(0, 1.12 * budget)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("step")
     ax.set_ylabel("tokens in the step")
     ax.set_title(title, loc="left", fontsize=10)

@@ -1,0 +1,92 @@
+"""Checks of notebooks/06_the_triton_kernel.ipynb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanobatch.check.compare import call, expect, right
+from nanobatch.launch_plan import LaunchPlan, keys_of_program
+
+Part = tuple[Tensor, Tensor, Tensor]  # max [M], sum [M], acc [M, D]
+
+
+def ex6_1(answer: Callable) -> None:
+    """merge(max_a, sum_a, acc_a, max_b, sum_b, acc_b) -> (max, sum, acc).
+
+    Two partial softmaxes of the same M rows, over different keys, become one: max [M] is the
+    largest score, sum [M] of exp(score - max), acc [M, D] the sum of exp(score - max) * value.
+    A part whose row saw no key has max -inf, sum 0 and acc 0 there; if neither saw one, so has
+    the result.
+    """
+    values_LD = torch.tensor([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0], [2.0, 2.0]])
+    none = [-torch.inf] * 2
+    cases = [
+        # (scores of the rows in a, in b): two keys each, a row each
+        ([[0.0, 1.0]], [[2.0, 0.5]]),
+        ([[3.0, 1.0]], [[2.0, -0.5]]),
+        ([[300.0, 299.0]], [[301.0, 298.0]]),
+        ([[-301.0, -299.0]], [[-300.0, -302.0]]),
+        ([[1.0, 0.0]], [none]),
+        ([none], [[-200.0, -201.0]]),
+        ([none], [none]),
+        ([[0.0, 1.0], none, [5.0, 4.0], none], [[90.0, 1.0], [2.0, 3.0], none, none]),
+    ]
+    for scores_a, scores_b in cases:
+        a_ML, b_ML = torch.tensor(scores_a), torch.tensor(scores_b)
+        parts = (*_partial(a_ML, values_LD[:2]), *_partial(b_ML, values_LD[2:]))
+        wanted = _partial(torch.cat([a_ML, b_ML], dim=1), values_LD)
+        found = call(answer, *(x.clone() for x in parts))
+        expect(found, wanted, *parts)
+    right("ex6_1")
+
+
+def _partial(scores_ML: Tensor, values_LD: Tensor) -> Part:
+    """The state of rows that have seen these scores; -inf is a key that is not there."""
+    max_M = scores_ML.max(dim=1).values
+    base_M = max_M.masked_fill(max_M == -torch.inf, 0.0)
+    p_ML = torch.exp(scores_ML - base_M[:, None])
+    return max_M, p_ML.sum(dim=1), p_ML @ values_LD
+
+
+def ex6_2(answer: Callable) -> None:
+    """bytes_read(plan, query_start_loc, seq_lens, head_dim, itemsize) -> int.
+
+    Bytes of keys and values that all programs of one launch read from the cache: all query
+    blocks, all KV heads, all splits.
+    """
+    cases = [
+        # (query tokens and keys of each sequence, KV heads, block_q, tile, splits, D, itemsize)
+        ([(1, 9)], 1, 16, 16, 1, 64, 2),
+        ([(1, 9), (1, 40)], 8, 4, 16, 1, 128, 2),
+        ([(1, 200), (1, 24), (1, 9)], 2, 5, 16, 4, 16, 4),
+        ([(12, 12)], 2, 4, 4, 1, 64, 2),
+        ([(7, 50), (1, 1), (20, 33)], 3, 5, 16, 1, 80, 4),
+        ([(3, 7), (9, 21)], 2, 4, 8, 2, 64, 2),
+    ]
+    for lens, num_kv_heads, block_q, tile, num_splits, head_dim, itemsize in cases:
+        query_start_loc = [sum(t for t, _ in lens[:i]) for i in range(len(lens) + 1)]
+        seq_lens = [n for _, n in lens]
+        grid = (query_start_loc[-1] // block_q + len(lens), num_kv_heads, num_splits)
+        plan = LaunchPlan(16, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
+        inputs = (plan, query_start_loc, seq_lens, head_dim, itemsize)
+        expect(call(answer, *inputs), _bytes_read(*inputs), *inputs)
+    right("ex6_2")
+
+
+def _bytes_read(
+    plan: LaunchPlan,
+    query_start_loc: list[int],
+    seq_lens: list[int],
+    head_dim: int,
+    itemsize: int,
+) -> int:
+    num_query_blocks, num_kv_heads, num_splits = plan.grid
+    num_keys = 0
+    for query_block in range(num_query_blocks):
+        for split in range(num_splits):
+            _, first, end = keys_of_program(plan, query_start_loc, seq_lens, query_block, split)
+            num_keys += end - first
+    return num_keys * num_kv_heads * 2 * head_dim * itemsize

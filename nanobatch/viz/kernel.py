@@ -1,0 +1,181 @@
+"""What the programs of one attention launch read from the cache.
+
+    reads_of_programs    a row for each program, a column for each key position
+    bytes_of_programs    a bar for each program: how even the work is, with and without splits
+
+Both draw the programs of one KV head: the others do the same with their own keys. What a
+program reads comes from launch_plan.keys_of_program, which computes it as the kernel does.
+
+Taught in notebooks/06_the_triton_kernel.ipynb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nanobatch.batch import Batch, Row, pack
+from nanobatch.config import cdiv
+from nanobatch.launch_plan import LaunchPlan, keys_of_program
+from nanobatch.viz.style import IDLE, INK, colour_of
+
+
+class Program(NamedTuple):
+    """One program, and the key positions first to end - 1 that it reads of a sequence."""
+
+    query_block: int
+    split: int
+    seq: int
+    first: int
+    end: int
+
+
+def programs_of(
+    batch: Batch, plan: LaunchPlan, sliding_window: int | None = None
+) -> list[Program]:
+    """The programs of one KV head, in order of query block and split."""
+    lens = batch.query_start_loc.tolist(), batch.seq_lens_S.tolist()
+    num_query_blocks, _, num_splits = plan.grid
+    return [
+        Program(block, split, *keys_of_program(plan, *lens, block, split, sliding_window))
+        for block in range(num_query_blocks)
+        for split in range(num_splits)
+    ]
+
+
+def reads_of_programs(
+    batch: Batch, plan: LaunchPlan, sliding_window: int | None = None
+) -> Figure:
+    """Which keys each program reads, coloured by request; grey: keys that it leaves out.
+
+    Args:
+        batch: the step's batch; row i is request i.
+        plan: how the launch is cut up.
+        sliding_window: keys that a query sees; None: all before it.
+    """
+    programs = programs_of(batch, plan, sliding_window)
+    seq_lens = batch.seq_lens_S.tolist()
+    figure = Figure(figsize=(9, 0.25 * len(programs) + 1.3), layout="constrained")
+    ax = figure.subplots()
+    for y, program in enumerate(programs):
+        num_keys = program.end - program.first
+        if num_keys == 0:
+            ax.annotate(
+                "reads nothing",
+                (0, y),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+                color="#666666",
+                zorder=4,
+            )
+            continue
+        ax.barh(y, seq_lens[program.seq], height=0.8, color=IDLE, zorder=1)
+        ax.barh(
+            y, num_keys, left=program.first, height=0.8, color=colour_of(program.seq), zorder=2
+        )
+        middle = program.first + min(num_keys, plan.tile) / 2  # of its first tile
+        ax.text(middle, y, str(program.seq), ha="center", va="center", fontsize=8, zorder=4)
+    longest = max(seq_lens)
+    ticks = [tile * plan.tile for tile in range(cdiv(longest, plan.tile) + 1)]
+    for tick in ticks:
+        ax.axvline(tick, color="white", linewidth=1.2, zorder=3)
+    ax.set_xticks(ticks[:: cdiv(len(ticks), 16)])
+    ax.set_xlim(0, longest)
+    _label_programs(ax, programs, plan)
+    ax.set_xlabel(f"key position in its sequence (ticks at tiles of {plan.tile})")
+    ax.set_title(
+        "Keys read by each program; the number is the request; grey: its other keys",
+        loc="left",
+        fontsize=10,
+    )
+    return figure
+
+
+def _label_programs(ax: Axes, programs: list[Program], plan: LaunchPlan) -> None:
+    """A row of the axes for each program, the first on top."""
+    has_splits = plan.num_splits > 1
+    labels = [
+        f"{p.query_block}, {p.split}" if has_splits else f"{p.query_block}" for p in programs
+    ]
+    ax.set_yticks(range(len(programs)), labels, fontsize=8)
+    ax.set_ylim(len(programs) - 0.5, -0.5)
+    ax.set_ylabel("query block, split" if has_splits else "query block")
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+
+
+def bytes_of_programs(
+    batch: Batch,
+    plans: Mapping[str, LaunchPlan],
+    head_dim: int,
+    itemsize: int,
+    sliding_window: int | None = None,
+) -> Figure:
+    """Bytes of keys and values that each program reads, a panel for each plan.
+
+    Args:
+        batch: the step's batch; row i is request i.
+        plans: by what the panel is called.
+        head_dim: D.
+        itemsize: bytes of one number of the cache.
+        sliding_window: keys that a query sees; None: all before it.
+    """
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(plans), sharey=True, squeeze=False)[0]
+    for ax, (name, plan) in zip(axes, plans.items(), strict=True):
+        programs = programs_of(batch, plan, sliding_window)
+        kib = [2 * (p.end - p.first) * head_dim * itemsize / 1024 for p in programs]
+        bars = ax.bar(
+            range(len(programs)), kib, width=0.8, color=[colour_of(p.seq) for p in programs]
+        )
+        labels = [str(p.seq) if p.end > p.first else "" for p in programs]
+        ax.bar_label(bars, labels, fontsize=8, padding=1)
+        ax.set_title(
+            f"{name}: {sum(kib):.1f} KiB in all,\nbusiest program {max(kib):.1f} KiB",
+            loc="left",
+            fontsize=9,
+        )
+        ax.set_xlabel("program (number on the bar: its request)")
+        ax.set_xticks(range(len(programs)))
+        ax.set_xlim(-0.6, len(programs) - 0.4)
+        ax.tick_params(labelsize=8)
+        ax.margins(y=0.12)
+        ax.axhline(0, color=INK, linewidth=0.8)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("keys and values read (KiB)")
+    return figure
+
+
+def _example() -> tuple[Batch, LaunchPlan, LaunchPlan]:
+    """Two decodes and a chunk of a prompt; group size 3; without splits and with four."""
+    lens, block_size = [(1, 41), (6, 22), (1, 9)], 4
+    rows = [Row([0] * t, n - t, range(cdiv(n, block_size))) for t, n in lens]
+    batch = pack(rows, block_size)
+    query_blocks = len(batch.token_ids_T) // 5 + len(lens)
+    plans = [
+        LaunchPlan(16, 5, 8, splits, (query_blocks, 1, splits), num_warps=4, num_stages=2)
+        for splits in (1, 4)
+    ]
+    return batch, *plans
+
+
+def _example_reads() -> Figure:
+    batch, whole, _ = _example()
+    return reads_of_programs(batch, whole)
+
+
+def _example_bytes() -> Figure:
+    batch, whole, split = _example()
+    plans = {"1 split": whole, "4 splits": split}
+    return bytes_of_programs(batch, plans, head_dim=16, itemsize=4)
+
+
+EXAMPLES: dict[str, Callable[[], Figure]] = {
+    "reads": _example_reads,
+    "bytes": _example_bytes,
+}
