@@ -35,6 +35,7 @@ from nanobatch.fused_kernels import HAS_TRITON
 from nanobatch.model import Decoder
 from nanobatch.model_runner import ModelRunner
 from nanobatch.request import RequestOutput, SamplingParams
+from nanobatch.simulator import VirtualClock
 from nanobatch.static_batching import run_static_batch
 
 TIE = 1e-3
@@ -144,8 +145,8 @@ class Differential:
         asks = []
         for _ in range(rng.randint(1, 10)):
             prompt = shared[: rng.choice([0, 0, 17, 33])]
-            prompt += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 40))]
-            length = rng.choice([1, 2, rng.randint(3, 20)])
+            prompt += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 30))]
+            length = rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 32)])
             how = rng.choice([{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
             params = SamplingParams(
                 **how, seed=rng.randrange(10**6), max_tokens=length, ignore_eos=True, logprobs=2
@@ -159,14 +160,20 @@ class Differential:
         self, config: EngineConfig, asks: list[Ask]
     ) -> tuple[list[RequestOutput], LLMEngine]:
         runner = ModelRunner(self.model, config)
-        engine = LLMEngine(runner.config, runner)
+        clock = VirtualClock()  # a step takes 1 ms: the same trial is the same everywhere
+        engine = LLMEngine(runner.config, runner, clock=clock)
         done: dict[str, RequestOutput] = {}
+
+        def step() -> None:
+            clock.sleep_until(clock.now() + 1e-3)
+            done.update((out.request_id, out) for out in engine.step())
+
         for i, (prompt, params) in enumerate(asks):
             engine.add_request(list(prompt), params, request_id=str(i), priority=i % 3)
-            for out in engine.step() if self.rng.random() < 0.4 else ():
-                done[out.request_id] = out
+            if self.rng.random() < 0.4:
+                step()
         while engine.has_unfinished():
-            done |= {out.request_id: out for out in engine.step()}
+            step()
         return [done[str(i)] for i in range(len(asks))], engine
 
     def _reference(self, ask: Ask) -> RequestOutput:

@@ -6,12 +6,12 @@ them into the M rows of a matrix product. Here G = 2, 4 tokens in 8 rows:
 
     rows of the program            keys of the sequence, in tiles of 4
     m  token  head            | tile 0      | tile 1      | tile 2
-    0  t5     h0              | x  x  x  x  | x  x  .  .  |            x  seen
-    1  t5     h1              | x  x  x  x  | x  x  .  .  |            .  masked
-    2  t6     h0              | x  x  x  x  | x  x  x  .  |
-    3  t6     h1              | x  x  x  x  | x  x  x  .  | never loaded: past the last
-    4  t7     h0              | x  x  x  x  | x  x  x  x  | query of this program
-    ...
+    0  t4     h0              | x  x  x  x  | x  .  .  .  |            x  seen
+    1  t4     h1              | x  x  x  x  | x  .  .  .  |            .  masked
+    2  t5     h0              | x  x  x  x  | x  x  .  .  |
+    3  t5     h1              | x  x  x  x  | x  x  .  .  | never loaded: past the last
+    ...                       |             |             | query of this program
+    7  t7     h1              | x  x  x  x  | x  x  x  x  |
 
     grid = (query blocks, KV heads, splits)
 

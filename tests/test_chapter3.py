@@ -144,6 +144,14 @@ def test_ex3_2_refuses_wrong_answers(wrong, message):
         check.ex3_2(wrong)
 
 
+def test_ex3_2_names_the_first_place_only():
+    with pytest.raises(AssertionError) as refusal:
+        check.ex3_2(WrongSign)
+    (message,) = str(refusal.value).splitlines()
+    assert "'long' (prompt 100, max_tokens 40) has waited " in message
+    assert message.count(" has waited ") == 2 and len(message) < 250
+
+
 def test_aging_lets_the_long_go_before_those_that_came_much_later():
     jobs = [("long", 0, 100, 40), *[(f"s{t}", t, 4, 6) for t in range(0, 120, 6)]]
     order = admission_order(Aging(2.0), jobs)
@@ -265,6 +273,14 @@ def test_token_budget_stacks_what_was_planned():
     drawn = sum(bar.get_height() for bars in ax.containers[1:] for bar in bars)
     assert drawn == sum(plan.num_tokens for plan in plans)
     assert {"r0", "r1", "r2"} <= set(texts(ax))
+
+
+def test_token_budgets_have_one_scale():
+    plans = drive(config_of(), some_requests([(6, 3), (5, 2), (2, 2)]))
+    low, high = viz.token_budgets({"low": plans, "high": plans}, [8, 24]).axes
+    assert low.get_ylim() == high.get_ylim() and low.get_ylim()[1] > 24
+    assert [ax.get_title(loc="left") for ax in (low, high)] == ["low", "high"]
+    assert "budget 8" in texts(low) and "budget 24" in texts(high)
 
 
 def test_a_step_is_read_from_each_kind():

@@ -226,6 +226,14 @@ def test_a_leak_is_marked_in_the_other_requests_colour():
     assert image_of(figure)[7][1] == draw.colour_of(0)
 
 
+def test_rules_are_counted_by_what_they_allow():
+    positions = torch.cat([torch.arange(n) for n in LENS])
+    rule = positions.unsqueeze(0) <= positions.unsqueeze(1)
+    figure = draw.mask_panels({"not after": rule}, LENS, are_rules=True)
+    assert figure.axes[0].get_title() == f"not after\n{int(rule.sum())} of 121 entries allowed"
+    assert figure.get_supxlabel().startswith("coloured: allowed by this rule")
+
+
 def test_a_mixed_step_has_a_row_for_each_query():
     figure = draw.mask_panels({"step": paged_mask([1, 4, 2], [6, 4, 5])}, [6, 4, 5], [1, 4, 2])
     cells = image_of(figure)

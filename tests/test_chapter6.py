@@ -1,5 +1,7 @@
 """The checks and figures of chapter 6: right answers pass, plausible wrong ones are refused."""
 
+import re
+
 import pytest
 import torch
 
@@ -82,6 +84,19 @@ def test_merges_that_are_right(answer, capsys):
 def test_merges_that_are_wrong(answer, message):
     with pytest.raises(AssertionError, match=message):
         check.ex6_1(answer)
+
+
+def test_messages_have_short_numbers():
+    for answer in (
+        no_rescaling,
+        without_a_maximum,
+        lambda *parts: parts[0] @ parts[2].T[0, :0],
+    ):
+        with pytest.raises(AssertionError) as refused:
+            check.ex6_1(answer)
+        assert not re.search(r"\.\d{5}", str(refused.value))
+    with pytest.raises(AssertionError, match="it must be a function"):
+        check.ex6_1(None)
 
 
 # ---- 6.2 -------------------------------------------------------------------------------

@@ -95,6 +95,24 @@ def hold_back_for_the_first_stop(text, sent, stops):
     return safe_delta(text, sent, stops[:1])
 
 
+def held_back_for(text, stop):
+    """The length of the longest end of text that could become this stop."""
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)
+
+
+def hold_back_for_the_first_that_matches(text, sent, stops):
+    held = next((n for n in (held_back_for(text, stop) for stop in stops) if n), 0)
+    return text[sent : len(text) - held]
+
+
+def hold_back_for_the_last_that_matches(text, sent, stops):
+    held = 0
+    for stop in stops:
+        held = held_back_for(text, stop) or held
+    return text[sent : len(text) - held]
+
+
 def always_hold_back_the_longest(text, sent, stops):
     return text[sent : len(text) - max(map(len, stops), default=1) + 1]
 
@@ -109,6 +127,14 @@ def send_it_all_again(text, sent, stops):
         (send_everything, r"for \('the E', 4, \['END!'\]\) it gives 'E'; right is ''"),
         (hold_back_the_shortest, r"for \('xaba', 1, \['abab!'\]\) it gives 'ab'; right is ''"),
         (hold_back_for_the_first_stop, r"\['stop', 'said no'\]\) it gives .*; right is ''"),
+        (
+            hold_back_for_the_first_that_matches,
+            r"for \('xab', 1, \['bc', 'abd'\]\) it gives 'a'; right is ''",
+        ),
+        (
+            hold_back_for_the_last_that_matches,
+            r"for \('xab', 1, \['abd', 'bc'\]\) it gives 'a'; right is ''",
+        ),
         (always_hold_back_the_longest, r"\['END!'\]\) it gives ''; right is 't"),
         (send_it_all_again, r"for \('On', 1, \[\]\) it gives 'On'; right is 'n'"),
     ],
@@ -214,7 +240,7 @@ def test_a_watch_notes_chunks_waiting_and_decodes():
     assert watch.steps[0].cells[second].kind == "waiting"
     assert len(watch.token_gaps(first)) == 2 and min(watch.token_gaps(first)) > 0
     figure = lives.lives(watch, "chunks")
-    assert {"4", "2", "length"} <= set(texts(figure))
+    assert {"4", "2", "r0", "r1", "length"} <= set(texts(figure))
     assert legend(figure) == [
         "waits",
         "prefill, with its tokens",

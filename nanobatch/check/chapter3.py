@@ -57,7 +57,12 @@ class _Aging:
 
 
 def admission_order(policy: Policy, jobs: Sequence[Job]) -> list[str]:
-    """The order in which jobs enter a batch of one slot, a second a step.
+    """The order in which jobs enter a batch of one slot; see admission_times."""
+    return list(admission_times(policy, jobs))
+
+
+def admission_times(policy: Policy, jobs: Sequence[Job]) -> dict[str, int]:
+    """When each job enters a batch of one slot, a second a step; in that order.
 
     Args:
         policy: says who is next.
@@ -68,7 +73,7 @@ def admission_order(policy: Policy, jobs: Sequence[Job]) -> list[str]:
     )
     scheduler = Scheduler(config, BlockAllocator(1000, 16, False), policy)
     coming = list(jobs)
-    order: list[str] = []
+    times: dict[str, int] = {}
     now = 0
     while coming or scheduler.has_unfinished():
         while coming and coming[0][1] <= now:
@@ -76,12 +81,12 @@ def admission_order(policy: Policy, jobs: Sequence[Job]) -> list[str]:
             params = SamplingParams(max_tokens=max_tokens)
             scheduler.add(Request(name, [1] * num_prompt, params, arrival_time=float(arrival)))
         plan = scheduler.schedule(float(now))
-        entered = [row.request.request_id for row in plan.scheduled]
-        order += [name for name in entered if name not in order]
+        for row in plan.scheduled:
+            times.setdefault(row.request.request_id, now)
         sampled = {row.request.request_id: [1] for row in plan.scheduled if row.samples}
         now += 1
         scheduler.update(plan, sampled, float(now))
-    return order
+    return times
 
 
 def _jobs_by_hand() -> list[tuple[float, list[Job]]]:
@@ -113,26 +118,28 @@ def ex3_2(answer: type) -> None:
         policy = call(answer, rate)
         has_key = callable(getattr(policy, "key", None))
         assert has_key, f"for {show(rate)} it gives {policy!r}, which has no method key"
-        found = call(lambda rate, jobs, p=policy: admission_order(p, jobs), rate, jobs)
-        wanted = admission_order(_Aging(rate), jobs)
-        if found != wanted:
+        found = call(lambda rate, jobs, p=policy: admission_times(p, jobs), rate, jobs)
+        wanted = admission_times(_Aging(rate), jobs)
+        if list(found) != list(wanted):
             _say_difference(rate, jobs, found, wanted)
     right("ex3_2")
 
 
 def _say_difference(
-    rate: float, jobs: Sequence[Job], found: Sequence[str], wanted: Sequence[str]
+    rate: float, jobs: Sequence[Job], found: dict[str, int], wanted: dict[str, int]
 ) -> None:
     """AssertionError at the first place where the orders part; both are of all jobs."""
-    at = next(i for i in range(len(wanted)) if found[i] != wanted[i])
+    pairs = zip(found, wanted, strict=True)
+    place, pair = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    now = wanted[pair[1]]  # the same for both: until then the orders are the same
     by_name = {job[0]: job for job in jobs}
-    came = "; ".join(
-        f"{name!r} came at {arrival} s, prompt {num_prompt}, max_tokens {max_tokens}"
-        for name, arrival, num_prompt, max_tokens in (by_name[found[at]], by_name[wanted[at]])
+    waits = "; ".join(
+        f"{name!r} (prompt {num_prompt}, max_tokens {max_tokens}) has waited {now - arrival} s"
+        for name, arrival, num_prompt, max_tokens in map(by_name.__getitem__, pair)
     )
     raise AssertionError(
-        f"for rate={rate} and one slot it gives {found[at]!r} place {at + 1}; right is "
-        f"{wanted[at]!r} ({came}). Order found: {list(found)}; right: {list(wanted)}"
+        f"for rate={rate} and one slot it gives {pair[0]!r} place {place}; right is "
+        f"{pair[1]!r}. By then {waits}"
     )
 
 

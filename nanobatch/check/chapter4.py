@@ -23,7 +23,7 @@ STEPS = [
 
 
 def ex4_1(answer: Callable[[list[int]], Tensor]) -> None:
-    """query_start_loc(query_lens): int32 [S + 1], where each request starts and the end."""
+    """start_locations(query_lens): int32 [S + 1], where each request starts and the end."""
     for query_lens in ([2, 3], [1], [4, 1, 1, 7], [1] * 5, [300, 1], []):
         found = call(answer, list(query_lens))
         wanted = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]

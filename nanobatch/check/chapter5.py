@@ -88,6 +88,7 @@ def ex5_3(answer: Callable) -> None:
         ([5, 6, 7, 8, 9], three, 4, 0),  # these tokens are cached, but behind others
         ([1, 2, 3, 4, 9, 9, 9, 9, 9], three, 4, 1),
         (list(range(1, 11)), {tuple(range(1, 9))}, 4, 0),  # the first block was evicted
+        (list(range(1, 14)), three - {tuple(range(1, 9))}, 4, 1),  # the second one was
         (list(range(1, 11)), set(), 4, 0),
         ([7, 7, 7], {(7,), (7, 7), (7, 7, 7)}, 1, 2),
     ]

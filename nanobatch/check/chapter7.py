@@ -76,6 +76,9 @@ def ex7_2(answer: Callable[[str, int, list[str]], str]) -> None:
         ("hello <|e", ["<|end|>", "</s>"]),
         ("ab", ["c", "b!"]),
         ("a", ["a man"]),  # all of it is held back
+        # Of two stops that could begin here, the longer end counts, in whichever order.
+        ("xab", ["bc", "abd"]),
+        ("xab", ["abd", "bc"]),
     ):
         _check_deltas(answer, text, stops)
     right("ex7_2")

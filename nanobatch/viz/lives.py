@@ -10,6 +10,8 @@ A lane, a cell for each step (the grammar of all figures, see style.py, and thre
     dark      computes so many tokens     hatched  so many tokens found in the prefix cache
     coloured  decodes: one token          dotted   waits with its blocks on the host
 
+A number in a cell counts tokens. The first cell of a run of decodes says whose they are: "r2".
+
 Always holds: a Watch changes neither plans nor tokens; whatever is drawn was noted while a
 plan was about to run, or is read from the requests when the figure is made.
 
@@ -212,7 +214,7 @@ def _lanes(ax: Axes, watch: Watch, by: str, title: str) -> None:
 def _draw_cell(
     ax: Axes, cell: Cell, number: int, left: float, right: float, is_first: bool
 ) -> None:
-    """One step of one request. is_first: of a run; a decode then says its number."""
+    """One step of one request. is_first: of a run; a decode then says whose it is."""
     width, colour = right - left, colour_of(number)
     bar = {"left": left, "height": HEIGHT, "edgecolor": "white", "linewidth": 0.4}
     if cell.kind in ("waiting", "swapped"):
@@ -230,7 +232,7 @@ def _draw_cell(
     if cell.kind == "prefill":
         _write(ax, str(cell.num_tokens), left, width, middle, "white")
     elif is_first:
-        _write(ax, str(number), left, width, middle, _ink_on(colour))
+        _write(ax, f"r{number}", left, width, middle, _ink_on(colour))
 
 
 def _ink_on(colour: str) -> str:

@@ -1,6 +1,7 @@
 """Attention masks as grids: which scores are needed, which are computed for nothing.
 
-    coloured   a query sees a key of its own request (the request's colour)
+    coloured   a query sees a key of its own request (the request's colour); of a single rule
+               this says only that the rule allows it
     grey       computed and thrown away
     white      not computed
     x          a query sees a key of another request, in that other one's colour: a leak
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 PAD = -1  # the request of a row or column that belongs to nobody
 LEGEND = "coloured: needed    grey: computed for nothing    white: not computed    x: a leak"
+RULES_LEGEND = "coloured: allowed by this rule    grey: not allowed    x: a leak"
 HATCHES = ("", "//", "..", "\\\\")  # tell layouts apart where colours do not
 MOST_LINES = 60  # rows beyond which lines between cells would hide the cells
 
@@ -129,6 +131,8 @@ def mask_panels(
     masks: Mapping[str, Tensor | BlockMask],
     seq_lens: Sequence[int],
     query_lens: Sequence[int] | None = None,
+    *,
+    are_rules: bool = False,
 ) -> Figure:
     """Masks of the same ragged batch side by side, each with its count of scores.
 
@@ -136,6 +140,8 @@ def mask_panels(
         masks: by title; padded [S, 1, L, L], packed [T, L] or a BlockMask.
         seq_lens: keys of each request.
         query_lens: tokens that each request computes; None: all of seq_lens.
+        are_rules: the masks are single rules, packed [T, L]: what they allow need not be
+            needed, so the titles count the allowed entries instead.
     """
     query_lens = seq_lens if query_lens is None else query_lens
     width = 9 if len(masks) > 1 else 6
@@ -147,13 +153,15 @@ def mask_panels(
     axes = figure.subplots(1, len(masks), squeeze=False)[0]
     for ax, (name, mask) in zip(axes, masks.items(), strict=True):
         title = f"{name}\n{computed_scores(mask)} scores computed"
+        if are_rules:
+            title = f"{name}\n{int(mask.sum())} of {mask.numel()} entries allowed"
         if _is_packed(mask):
             mask_grid(ax, mask, requests_of(query_lens), requests_of(seq_lens), title)
         elif isinstance(mask, Tensor):
             _draw_padded(ax, mask, seq_lens, title)
         else:
             _draw_block_mask(ax, mask, seq_lens, title)
-    figure.supxlabel(LEGEND, fontsize=8, color=INK)
+    figure.supxlabel(RULES_LEGEND if are_rules else LEGEND, fontsize=8, color=INK)
     return figure
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from nanobatch.viz.style import OKABE_ITO, colour_of
 
@@ -65,11 +65,11 @@ def throughput_against_latency(
                 label=name,
             )
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(ScalarFormatter())
-        ax.yaxis.set_minor_formatter(ScalarFormatter())
-        ax.tick_params(axis="y", which="minor", labelsize=6)
+        ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel("requests per second served")
-        ax.set_ylabel(f"{label} latency (s)")
+        ax.set_ylabel(f"{label} end-to-end latency (s)")
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(frameon=False, fontsize=8)

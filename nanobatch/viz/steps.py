@@ -2,6 +2,7 @@
 
     step_timelines   x = step, y = request: waits, prefills, decodes, is preempted
     token_budget     a step's tokens stacked by request, under the budget
+    token_budgets    the same for several runs, to one scale
 
 A step may be given as a scheduler's plan (SchedulerOutput), as a record of the simulator
 (StepRecord), or as a plain dict {request id: tokens}; all three say who got how many tokens.
@@ -218,24 +219,15 @@ def _key(steps: Sequence[Step]) -> list[Patch | Line2D]:
     return handles
 
 
-def token_budget(steps: Steps, budget: int, title: str = "") -> Figure:
-    """What becomes of the token budget: a bar for each step, stacked by request.
-
-    Args:
-        steps: plans, records or dicts, in order; or the result of a simulation.
-        budget: tokens that a step may compute (max_num_batched_tokens).
-        title: of the figure.
-    """
+def draw_budget(ax: Axes, steps: Steps, budget: int, title: str = "") -> None:
+    """The token budget on given axes; see token_budget."""
     records = steps.timeline if isinstance(steps, SimulationResult) else steps
     drawn = [as_step(step) for step in records]
-    numbers = numbers_of(drawn)
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    ax = figure.subplots()
     xs = range(len(drawn))
     width = 0.86 if len(drawn) <= 100 else 1.0
     ax.bar(xs, budget, width, color=IDLE, zorder=1)
     tops = [0] * len(drawn)
-    for name, number in numbers.items():
+    for name, number in numbers_of(drawn).items():
         heights = [step.num_tokens.get(name, 0) for step in drawn]
         box = {"color": colour_of(number), "edgecolor": "white", "linewidth": 0.5, "zorder": 2}
         ax.bar(xs, heights, width, bottom=tops, **box)
@@ -256,9 +248,34 @@ def token_budget(steps: Steps, budget: int, title: str = "") -> Figure:
     ax.set_ylim(0, 1.12 * budget)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("step")
-    ax.set_ylabel("tokens in the step")
     ax.set_title(title, loc="left", fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def token_budget(steps: Steps, budget: int, title: str = "") -> Figure:
+    """What becomes of the token budget: a bar for each step, stacked by request.
+
+    Args:
+        steps: plans, records or dicts, in order; or the result of a simulation.
+        budget: tokens that a step may compute (max_num_batched_tokens).
+        title: of the figure.
+    """
+    return token_budgets({title: steps}, [budget])
+
+
+def token_budgets(runs: Mapping[str, Steps], budgets: Sequence[int]) -> Figure:
+    """The same for several runs side by side, to one scale of tokens.
+
+    Args:
+        runs: by title, the steps of each picture; see token_budget.
+        budgets: one for each of them.
+    """
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(runs), squeeze=False)[0]
+    for ax, (title, steps), budget in zip(axes, runs.items(), budgets, strict=True):
+        draw_budget(ax, steps, budget, title)
+        ax.set_ylim(0, 1.12 * max(budgets))
+    axes[0].set_ylabel("tokens in the step")
     return figure
 
 
@@ -279,7 +296,14 @@ def _example_budget() -> Figure:
     return token_budget(steps, 8, "a long prompt in chunks")
 
 
+def _example_budgets() -> Figure:
+    whole = [{"r0": 1}, {"r0": 1, "r1": 9}, {"r0": 1, "r1": 1}]
+    chunked = [{"r0": 1}, {"r0": 1, "r1": 3}, {"r0": 1, "r1": 3}, {"r0": 1, "r1": 3}]
+    return token_budgets({"whole": whole, "chunked": chunked}, [10, 4])
+
+
 EXAMPLES: dict[str, Callable[[], Figure]] = {
     "step_timelines": _example_timelines,
     "token_budget": _example_budget,
+    "token_budgets": _example_budgets,
 }
