@@ -1,8 +1,6 @@
 """Trust a machine: the same requests under configurations drawn at random must say the same.
 
-    reference   each request alone, dense and padded to nothing (static_batching.py): no cache
-                blocks, no scheduler; seeded samples and log-probabilities from an engine that
-                serves one request at a time
+    reference   each request alone, over a dense cache: no blocks, no scheduler, no engine
     trial       a random crowd through the engine, with any block size, budget, slots, pool,
                 chunking, prefix cache, policy, admission, preemption, batching and backend
 
@@ -20,7 +18,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
 
 from nanobatch.config import (
     ADMISSIONS,
@@ -35,8 +36,9 @@ from nanobatch.fused_kernels import HAS_TRITON
 from nanobatch.model import Decoder
 from nanobatch.model_runner import ModelRunner
 from nanobatch.request import RequestOutput, SamplingParams
+from nanobatch.sampler import SamplingRow, sample
 from nanobatch.simulator import VirtualClock
-from nanobatch.static_batching import run_static_batch
+from nanobatch.static_batching import PaddedAttend
 
 TIE = 1e-3
 LOGPROB_TOLERANCE = 1e-2
@@ -59,6 +61,13 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
 
+class Alone(NamedTuple):
+    """What a request says by itself: its tokens, and the log-probabilities of each."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+
+
 class Differential:
     """Draws trials for one model.
 
@@ -71,9 +80,7 @@ class Differential:
         self.model = model
         self.rng = random.Random(seed)
         self.report = Report()
-        self._alone: dict[Ask, RequestOutput] = {}
-        plain = EngineConfig(max_num_seqs=1, max_model_len=LONGEST, num_blocks=LONGEST // 16)
-        self._plain = replace(plain, enable_prefix_caching=False, cuda_graphs=False)
+        self._alone: dict[Ask, Alone] = {}
 
     def run(self, seconds: float, say: Callable[[str], None] = print) -> Report:
         """Try for so long; say what is wrong as soon as it is found."""
@@ -176,21 +183,32 @@ class Differential:
             step()
         return [done[str(i)] for i in range(len(asks))], engine
 
-    def _reference(self, ask: Ask) -> RequestOutput:
-        if ask not in self._alone:
-            prompt, params = ask
-            [output], _ = self._serve(self._plain, [ask])
-            if params.temperature == 0:
-                steps = run_static_batch(self.model, [list(prompt)], [params.max_tokens])
-                output.token_ids = [emitted[0] for emitted in steps]
-            self._alone[ask] = output
-        return self._alone[ask]
+    @torch.inference_mode()
+    def _reference(self, ask: Ask) -> Alone:
+        """The request alone, over a dense cache (static_batching.PaddedAttend, one row)."""
+        if ask in self._alone:
+            return self._alone[ask]
+        (prompt, params), alone = ask, Alone([], [])
+        num_output = min(params.max_tokens, LONGEST - len(prompt))
+        attend = PaddedAttend(self.model, [len(prompt)], len(prompt) + num_output)
+        ids = list(prompt)
+        while len(alone.token_ids) < num_output:
+            positions_T = attend.advance(len(ids))
+            ids_T = torch.tensor(ids, device=positions_T.device)
+            hidden_TE = self.model(ids_T, positions_T, attend)
+            row = SamplingRow(params, prompt, alone.token_ids, (), params.seed)
+            [sampled] = sample(self.model.logits(hidden_TE[-1:]), [row])
+            alone.token_ids.append(sampled.token_id)
+            alone.logprobs.append(sampled.logprobs)
+            ids = [sampled.token_id]
+        self._alone[ask] = alone
+        return alone
 
     def _difference(self, ask: Ask, found: RequestOutput) -> str | None:
         """What is wrong with an output, in a line; None if nothing is."""
         wanted = self._reference(ask)
-        if found.finish_reason != wanted.finish_reason:
-            return f"it ends with {found.finish_reason!r}, alone with {wanted.finish_reason!r}"
+        if found.finish_reason != "length" or len(found.token_ids) != len(wanted.token_ids):
+            return f"it ends by {found.finish_reason!r} after {len(found.token_ids)} tokens"
         for i, (a, b) in enumerate(zip(found.token_ids, wanted.token_ids, strict=False)):
             first, second, *_ = sorted(found.logprobs[i].values(), reverse=True)
             is_tie = ask[1].temperature == 0 and first - second < TIE
