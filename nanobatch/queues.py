@@ -51,6 +51,7 @@ class Queues:
         self.running: list[Request] = []  # in order of admission; finished rows of a batch too
         self._live: dict[str, Request] = {}
         self._num_added = 0
+        self._batch_before = 0  # a static batch may be joined by those added before this many
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request may not be added: a live id, or too long."""

@@ -39,11 +39,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from nanobatch.admission import Admission, waits_for_leader
-from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import EngineConfig, cdiv
+from nanobatch.admission import waits_for_leader
+from nanobatch.config import cdiv
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
-from nanobatch.policy import Policy, arrival, in_order
+from nanobatch.policy import arrival, in_order
 from nanobatch.queues import Queues
 from nanobatch.request import Request, RequestStatus
 
@@ -62,16 +61,6 @@ class Scheduler(Queues):
     Raises:
         ValueError: the pool is not the one that config describes.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        allocator: BlockAllocator,
-        policy: Policy | None = None,
-        admission: Admission | None = None,
-    ):
-        super().__init__(config, allocator, policy, admission)
-        self._batch_before = 0  # a static batch may be joined by those added before this many
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
