@@ -544,3 +544,39 @@ def test_an_abort_keeps_the_slot_of_a_static_batch_until_it_drains():
     assert done == ["b"] and scheduler.running == []
     _, done = step(scheduler, 3.0)
     assert done == ["a"]
+
+
+# ---- the budget ------------------------------------------------------------------------
+
+
+def test_everybody_behind_gets_a_token_when_all_have_several():
+    """Invariant 9, where a step samples several tokens of a request (drafts, say)."""
+    scheduler = make(max_num_seqs=3, max_num_batched_tokens=12)
+    for name in "abc":
+        scheduler.add(request(name, prompt=4, output=30))
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, {name: [1, 1, 1, 1, 1, 1, 1, 1] for name in "abc"}, 0.0)
+    plan = scheduler.schedule(1.0)
+    assert [row.num_tokens for row in plan.scheduled] == [8, 3, 1]
+
+
+def test_what_a_victim_was_to_compute_goes_to_those_after_it():
+    """PROPERTIES 16, invariant 8: a chunk is cut by nothing but the budget."""
+    scheduler = make(
+        policy="priority", max_num_seqs=3, max_num_batched_tokens=10, num_blocks=30,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    scheduler.add(request("worst", prompt=9, output=20, priority=9))
+    step(scheduler, 0.0)
+    scheduler.add(request("good", prompt=7, output=20, priority=1))
+    scheduler.add(request("long", prompt=40, output=2, priority=2))
+    step(scheduler, 1.0)
+    step(scheduler, 2.0)
+    good, long = scheduler.get("good"), scheduler.get("long")
+    assert good.num_computed_tokens == 8, "its next token needs a block"
+    kept = scheduler.allocator.allocate(scheduler.allocator.num_free_blocks)
+    scheduler.allocator.free(kept[:1]) if long.num_computed_tokens % 4 else None
+    plan, _ = step(scheduler, 3.0)
+    assert [r.request_id for r in plan.preempted] == ["worst"]
+    tokens = {row.request.request_id: row.num_tokens for row in plan.scheduled}
+    assert tokens == {"good": 1, "long": 9}, "the whole budget of 10"

@@ -484,3 +484,11 @@ def test_the_sampled_token_is_among_them_when_it_is_not_among_the_best():
     got = one([9.0, 0.0], stop=[0], min_tokens=1, logprobs=1)
     assert got.token_id == 1
     assert got.logprobs == pytest.approx({0: -1.234e-4, 1: -9.0001234}, rel=1e-3)
+
+
+def test_the_smallest_top_p_there_is_keeps_one_token():
+    """PROPERTIES 34: 5e-324 of less than half is 0, and the likeliest stays all the same."""
+    logits = torch.tensor([[0.1, 0.3, 0.2], [0.2, 0.0, 0.1]])
+    params = SamplingParams(temperature=1.0, top_k=1, top_p=5e-324)
+    rows = [SamplingRow(params, [0], [], (), seed) for seed in (1, 2)]
+    assert [one.token_id for one in sample(logits, rows)] == [1, 0]

@@ -1,0 +1,135 @@
+"""One-line breakages, each of which a test of the default run must catch.
+
+    python tests/mutations.py --list
+    python tests/mutations.py free-head-first
+    python tests/mutations.py --all            about ten minutes on two cores
+
+A mutation is applied to a copy of the repository, and the tests that should catch it are run
+there. The exit status is the number of mutations that survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutation(NamedTuple):
+    """In a file of the package `old`, which is there once, becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+SHADOW = "tests/test_shadow_cache.py"
+# fmt: off
+MUTATIONS = {
+    # ---- blocks
+    "free-head-first": Mutation("block_allocator.py", "for block_id in reversed(block_ids):", "for block_id in block_ids:", SHADOW),
+    "reuse-most-recent": Mutation("block_allocator.py", "popitem(last=False)", "popitem(last=True)", SHADOW),
+    "keep-old-contents": Mutation("block_allocator.py", "            self._forget(block_id)\n", "", SHADOW),
+    "match-last-token": Mutation("block_allocator.py", "range(0, len(token_ids) - self.block_size, self.block_size)", "range(0, len(token_ids) - self.block_size + 1, self.block_size)", SHADOW),
+    "key-without-parent": Mutation("block_allocator.py", "            chain = self._chains[key]\n", "", SHADOW),
+    "half-full-blocks": Mutation("block_allocator.py", "num_full = num_computed // self.block_size\n        if num_full > len", "num_full = -(-num_computed // self.block_size)\n        if num_full > len", SHADOW),
+    "no-salt": Mutation("block_allocator.py", "        chain: Hashable = (\"salt\", salt)\n        for start", "        chain: Hashable = (\"salt\", None)\n        for start", "tests/test_block_allocator.py"),
+    "double-free": Mutation("block_allocator.py", "            if self.ref_count(block_id) == 0:\n                raise ValueError(\n                    f\"block {block_id} is free already", "            if self.ref_count(block_id) == -1:\n                raise ValueError(\n                    f\"block {block_id} is free already", "tests/test_block_allocator.py"),
+    "allocate-too-many": Mutation("block_allocator.py", "        if n > self.num_free_blocks:", "        if n > self.num_free_blocks + 1:", "tests/test_block_allocator.py"),
+    "acquire-leaves-free": Mutation("block_allocator.py", "            if self._ref_counts[block_id] == 0:\n                del self._freed[block_id]\n", "", SHADOW),
+    # ---- scheduling
+    "no-token-for-those-behind": Mutation("scheduler.py", "                num_tokens = min(num_tokens, budget - num_behind)\n            num_slots", "                num_tokens = min(num_tokens, budget)\n            num_slots", "tests/test_policy.py"),
+    "budget-not-given-back": Mutation("scheduler.py", "                    budget += num_given_back\n", "", "tests/test_policy.py"),
+    "admit-after-preemption": Mutation("scheduler.py", "        elif not plan.preempted:\n", "        else:\n", SHADOW),
+    "admit-over-seats": Mutation("scheduler.py", "num_slots = config.max_num_seqs - len(self.running)", "num_slots = config.max_num_seqs - len(self.running) + 1", SHADOW),
+    "victim-is-the-first": Mutation("scheduler.py", "victim = running[-1]", "victim = running[0]", SHADOW),
+    "priority-victim": Mutation("scheduler.py", "victim = max(running", "victim = min(running", SHADOW),
+    "victim-goes-last": Mutation("scheduler.py", "        bisect.insort(self.waiting, victim, key=arrival)\n", "        self.waiting.append(victim)\n", SHADOW),
+    "trust-lost-copies": Mutation("scheduler.py", "        self._forget_copies()\n", "", "tests/test_policy.py"),
+    "ignore-max-wait": Mutation("policy.py", "    if max_wait is not None:\n", "    if False:\n", SHADOW),
+    "sjf-forgets-the-prompt": Mutation("policy.py", "return num_uncached + max(0, num_output_left)", "return max(0, num_output_left)", "tests/test_policy.py"),
+    "reserve-too-little": Mutation("admission.py", "cdiv(request.max_total_tokens - 1, self.allocator.block_size)", "cdiv(request.max_total_tokens - 2, self.allocator.block_size)", "tests/test_policy.py tests/test_shadow_cache.py"),
+    "no-look-ahead": Mutation("admission.py", "min(request.num_tokens + 1, request.max_total_tokens - 1)", "request.num_tokens", SHADOW),
+    "hits-cost-nothing": Mutation("admission.py", "self.num_blocks(request) - len(cached) + num_taken", "self.num_blocks(request) - len(cached)", SHADOW),
+    "cached-too-early": Mutation("scheduler.py", "        request.status = RUNNING\n        self.waiting.remove(request)\n", "        request.status = RUNNING\n        done = request.num_computed_tokens + num_tokens\n        self.allocator.cache_blocks(request.token_ids, request.block_table, done, request.cache_salt)\n        self.waiting.remove(request)\n", SHADOW),
+    "join-a-static-batch": Mutation("scheduler.py", "            self._batch_before = 0\n", "            pass\n", SHADOW),
+    "swap-keeps-host-blocks": Mutation("preemption.py", "        self.host.free(request.host_block_table)\n        request.host_block_table = []\n        self.unconfirmed", "        request.host_block_table = []\n        self.unconfirmed", SHADOW),
+    "abort-leaks": Mutation("queues.py", "        self.preemption.release(request)\n", "", "tests/test_scheduler.py"),
+    "too-long-is-let-in": Mutation("admission.py", "        if num_prompt + 1 > size:", "        if num_prompt > size:", "tests/test_scheduler.py"),
+    "length-beats-stop": Mutation("request.py", "        if token_id in self.stop_token_ids and num_output > self.params.min_tokens:\n            return \"stop\"\n        return \"length\" if num_output >= self.max_tokens else None", "        if num_output >= self.max_tokens:\n            return \"length\"\n        is_stop = token_id in self.stop_token_ids and num_output > self.params.min_tokens\n        return \"stop\" if is_stop else None", "tests/test_engine.py tests/test_scheduler.py"),
+    # ---- batch and attention
+    "positions-from-zero": Mutation("batch.py", "np.arange(num_tokens) + (starts_S - query_start_loc[:-1])[row_of_T]", "np.arange(num_tokens) - query_start_loc[:-1][row_of_T]", "tests/test_attention.py"),
+    "wrong-row-for-logits": Mutation("batch.py", "query_start_loc[1:] - 1,", "query_start_loc[:-1],", "tests/test_attention.py"),
+    "minus-one-is-the-last-block": Mutation("fused_kernels.py", "    if not is_real_T.all():", "    if False:", "tests/test_attention.py"),
+    "window-off-by-one": Mutation("attention_masks.py", "key_pos > query_pos - sliding_window", "key_pos >= query_pos - sliding_window", "tests/test_attention.py"),
+    "tail-not-zeroed": Mutation("attention.py", "        x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
+    "padding-row-writes": Mutation("decode_graphs.py", "(0, num_pads), value=PADDING_SLOT)", "(0, num_pads))", "tests/test_decode_graphs.py"),
+    # ---- kernels
+    "kernel-32-bit-slots": Mutation("paged_attention_kernel.py", "(block_L.to(tl.int64) * K + kv_head)", "(block_L * K + kv_head)", "tests/test_kernels.py"),
+    "kernel-poisoned-values": Mutation("paged_attention_kernel.py", "v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0)", "v_LD = tl.load(v_cache_ptr + where_LD, mask=is_d_D[None, :] & (pos_L >= 0)[:, None], other=0.0)", "tests/test_kernels.py"),
+    "kernel-top-left": Mutation("paged_attention_kernel.py", "pos_M = context_len + query_M", "pos_M = query_M", "tests/test_kernels.py"),
+    "kernel-empty-split-counts": Mutation("paged_attention_kernel.py", "tl.store(sum_ptr + part_M, sum_M, mask=is_row_M)", "tl.store(sum_ptr + part_M, sum_M, mask=is_row_M & (sum_M > 0))", "tests/test_kernels.py"),
+    "kernel-no-maximum": Mutation("paged_attention_kernel.py", "max_M = tl.full([BLOCK_M], float(\"-inf\"), tl.float32)", "max_M = tl.full([BLOCK_M], 0.0, tl.float32)", "tests/test_kernels.py"),
+    "kernel-slot-minus-one": Mutation("elementwise_kernels.py", "        if slot < 0:\n            return\n", "", "tests/test_kernels.py"),
+    # ---- sampling and text
+    "top-k-after-top-p": Mutation("sampler.py", "    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)\n", "", "tests/test_sampler.py"),
+    "top-p-drops-the-likeliest": Mutation("sampler.py", "    is_past_XV[:, 0] = False  # the likeliest token always stays\n", "", "tests/test_sampler.py"),
+    "shared-random-stream": Mutation("sampler.py", "f\"{row.seed}:{len(row.output_token_ids)}\"", "f\"{row.seed}\"", "tests/test_sampler.py tests/test_engine.py"),
+    "nan-is-a-token": Mutation("sampler.py", "is_ok_S = is_number_S & best_S.values.isfinite()", "is_ok_S = best_S.values == best_S.values", "tests/test_sampler.py"),
+    "penalty-counts-the-prompt": Mutation("sampler.py", "counts = Counter(row.output_token_ids)", "counts = Counter([*row.prompt_token_ids, *row.output_token_ids])", "tests/test_sampler.py"),
+    "min-tokens-ignored": Mutation("sampler.py", "num_output < params.min_tokens and len", "num_output < 0 and len", "tests/test_sampler.py"),
+    "stop-is-streamed": Mutation("tokenizer.py", "len(self._text) - self._num_held_back()", "len(self._text)", "tests/test_tokenizer.py"),
+    "first-stop-in-list-wins": Mutation("tokenizer.py", "_, start = min(found, key=lambda end_start: end_start[0])", "_, start = found[0]", "tests/test_tokenizer.py"),
+    "stop-within-a-token-only": Mutation("tokenizer.py", "max(0, num_old - len(s) + 1)", "num_old", "tests/test_tokenizer.py"),
+}
+# fmt: on
+
+
+def survives(name: str) -> bool:
+    """Whether the tests pass with the mutation in place; says what caught it."""
+    mutation = MUTATIONS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "notebooks")
+        )
+        file = copy / "nanobatch" / mutation.file
+        text = file.read_text()
+        count = text.count(mutation.old)
+        assert count == 1, f"{name}: {mutation.file} has {count} places like {mutation.old!r}"
+        file.write_text(text.replace(mutation.old, mutation.new))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+             *mutation.tests.split()],
+            cwd=copy, capture_output=True, text=True,
+        )  # fmt: skip
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    by = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else "a crash"
+    has_survived = done.returncode == 0
+    print(f"{name:28} {'SURVIVED' if has_survived else by}", flush=True)
+    return has_survived
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(MUTATIONS))
+        return 0
+    return sum(map(survives, MUTATIONS if args.all else args.names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
