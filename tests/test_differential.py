@@ -89,3 +89,29 @@ def test_bench_check_says_what_it_tried(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         bench.main(["--check", "0.2"])
     assert end.value.code == 1 and "it is wrong" in capsys.readouterr().out
+
+
+class SameHash(int):
+    """A token that no hash can tell from another."""
+
+    def __hash__(self):
+        return 0
+
+
+class Colliding(BlockAllocator):
+    """Sees tokens whose hashes are all the same."""
+
+    def match_prefix(self, token_ids, salt=None):
+        return super().match_prefix(list(map(SameHash, token_ids)), salt)
+
+    def cache_blocks(self, token_ids, block_table, num_computed, salt=None):
+        super().cache_blocks(list(map(SameHash, token_ids)), block_table, num_computed, salt)
+
+
+def test_prefixes_whose_hashes_collide_are_told_apart(model, monkeypatch):
+    """PROPERTIES 6: with the hash replaced by a constant, and no answer changes."""
+    monkeypatch.setattr(engine, "BlockAllocator", Colliding)
+    differential = Differential(model, seed=1)
+    for _ in range(20):
+        assert differential.trial() == []
+    assert differential.report.seen["prefix hits"] > 5
