@@ -602,3 +602,17 @@ def test_whether_a_block_is_cached():
     assert not allocator.is_cached(first), "somebody else has it"
     with pytest.raises(ValueError, match="block_id is 4"):
         allocator.is_cached(4)
+
+
+def test_what_is_refused_changes_nothing():
+    """Invariant 2, for acquire and cache_blocks."""
+    allocator = BlockAllocator(4, 2)
+    first, second = allocator.allocate(2)
+    allocator.free([second])
+    with pytest.raises(ValueError, match=f"block {second} is free and holds nothing cached"):
+        allocator.acquire([first, second])
+    assert allocator.ref_count(first) == 1 and allocator.num_free_blocks == 3
+    with pytest.raises(ValueError, match="num_computed is 4; the table of 1 blocks holds 2"):
+        allocator.cache_blocks([1, 2, 3, 4], [first], 4)
+    assert not allocator.is_cached(first)
+    allocator.check_invariants()

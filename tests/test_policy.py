@@ -482,6 +482,22 @@ def test_copies_of_a_step_that_failed_are_not_trusted():
     assert scheduler.preemption.host.num_free_blocks == 4
 
 
+def test_whoever_was_aborted_after_a_failed_step_stays_so():
+    scheduler = make(num_blocks=5, max_num_seqs=4, preemption="swap", num_host_blocks=4)
+    scheduler.add(request("first", prompt=7, output=9))
+    scheduler.add(request("second", prompt=5, output=9))
+    now, plan = 0.0, scheduler.schedule(0.0)
+    while not plan.swap_out:
+        tokens = {row.request.request_id: [1] for row in plan.scheduled if row.samples}
+        scheduler.update(plan, tokens, now)
+        now += 1
+        plan = scheduler.schedule(now)
+    scheduler.abort("second")  # the step of this plan failed
+    plan = scheduler.schedule(now)
+    assert [row.request.request_id for row in plan.scheduled] == ["first"]
+    assert scheduler.waiting == [] and scheduler.preemption.host.num_free_blocks == 4
+
+
 def test_recomputed_tokens_are_counted_without_those_found_again():
     """A victim whose blocks are still in the prefix cache loses less."""
     losses = {}
@@ -580,3 +596,41 @@ def test_what_a_victim_was_to_compute_goes_to_those_after_it():
     assert [r.request_id for r in plan.preempted] == ["worst"]
     tokens = {row.request.request_id: row.num_tokens for row in plan.scheduled}
     assert tokens == {"good": 1, "long": 9}, "the whole budget of 10"
+
+
+# ---- what is refused -------------------------------------------------------------------
+
+
+def test_a_pool_that_is_not_the_config_s_is_refused():
+    config = EngineConfig(num_blocks=10, block_size=4, max_num_seqs=2)
+    with pytest.raises(ValueError, match="the allocator has 9 blocks of 4; config.num_blocks"):
+        Scheduler(config, BlockAllocator(9, 4))
+
+
+def test_a_request_that_was_served_is_no_new_one():
+    scheduler = make()
+    r = request("a", output=1)
+    serve(scheduler, [r])
+    with pytest.raises(ValueError, match="was added before; make a new Request"):
+        scheduler.add(r)
+
+
+def test_a_row_that_samples_needs_a_token():
+    scheduler = make()
+    scheduler.add(request("a"))
+    plan = scheduler.schedule(0.0)
+    with pytest.raises(ValueError, match="token_ids has no token for request 'a'"):
+        scheduler.update(plan, {}, 0.0)
+    assert scheduler.get("a").num_computed_tokens == 0
+
+
+def test_fcfs_is_a_policy_like_any_other():
+    early, late = request("early", arrival=1.0), request("late", arrival=2.0)
+    assert FCFS().key(early, 9.0) < FCFS().key(late, 9.0)
+
+
+def test_a_rule_says_how_many_blocks_it_counts():
+    from nanobatch.admission import _CountsBlocks
+
+    with pytest.raises(NotImplementedError):
+        _CountsBlocks(BlockAllocator(1, 1)).num_blocks(request("a"))

@@ -1,6 +1,7 @@
 """The least work of a step, by hand and by brute force; the kernels' table that rests on it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,21 @@ def test_a_step_by_hand():
     assert work.flops == 2 * (4 * weights + lm_head + 2 * 12 * 2 * 2 * 4)
     without = step_work(SMALL, [(5, 1), (0, 3)], num_logits=0, itemsize=2)
     assert work.bytes - without.bytes == work.flops - without.flops == 2 * lm_head
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"num_heads": 3, "num_kv_heads": 2}, "num_heads is 3; it must be a multiple"),
+        ({"head_dim": 5}, "head_dim is 5; RoPE needs an even number"),
+        ({"rope_divisors": (1.0,)}, "rope_divisors has 1 entries; .* = 2"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"num_layers": 5000}, "num_layers is 5000"),
+    ],
+)
+def test_shapes_that_no_model_has_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **wrong)
 
 
 def test_the_roof_is_the_lower_of_two():

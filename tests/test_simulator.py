@@ -408,3 +408,15 @@ def test_requests_ask_for_more_than_they_get():
         assert request.prompt_token_ids == item.prompt_token_ids
     exact = [r.params.max_tokens for r in requests_of(items, None)]
     assert exact == [i.num_output_tokens for i in items]
+
+
+def test_progress_is_shown_on_request(capsys):
+    result = simulate(made_up(), progress=True)
+    assert result.metrics["completed"] == 20
+    assert "20/20" in capsys.readouterr().err
+
+
+def test_an_engine_needs_to_know_its_pool():
+    runner = SimulatedRunner(make_cost_model("llama-2-7b", "h100"), VirtualClock())
+    with pytest.raises(ValueError, match="config.num_blocks is None"):
+        LLMEngine(EngineConfig(), runner)
