@@ -10,7 +10,7 @@
     python bench.py --simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
                                                  the real scheduler on a GPU that is not there
 
-The rungs, each on the identical requests, all of which arrive at once:
+The rungs, each on the identical requests, which arrive at once unless --request-rate says when:
 
     sequential         one request at a time
     static             padded batches, each run until its last request has finished

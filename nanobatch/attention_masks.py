@@ -43,6 +43,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nanobatch.roofline import keys_seen
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -172,15 +174,8 @@ def needed_scores(
     Args: see paged_mask, whose number of True entries this is.
     """
     _check_lens(query_lens, seq_lens)
-
-    def of_first(num_positions: int) -> int:
-        """1 + 2 + ..., and from the window's width on always that width."""
-        width = num_positions if sliding_window is None else sliding_window
-        num_growing = min(num_positions, width)
-        return num_growing * (num_growing + 1) // 2 + (num_positions - num_growing) * width
-
     pairs = zip(query_lens, seq_lens, strict=True)
-    return sum(of_first(n) - of_first(n - query_len) for query_len, n in pairs)
+    return sum(keys_seen(n - query_len, query_len, sliding_window)[1] for query_len, n in pairs)
 
 
 def wasted_share(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 BATCHING = ("continuous", "static")
 POLICIES = ("fcfs", "sjf", "priority")
@@ -264,3 +264,18 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer in keys, or None where it sees everything."""
         return None if layer in self.full_attention_layers else self.sliding_window
+
+
+def settle_max_model_len(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The config with max_model_len set: as asked, or else all that the model was made for.
+
+    Raises:
+        ValueError: more is asked than the model was made for.
+    """
+    longest = model.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; the model was made for at most {longest}"
+        )
+    return replace(config, max_model_len=max_model_len)

@@ -1,9 +1,9 @@
 """The same requests through each way of batching: the rungs that bench.py names and measures.
 
-Always holds: every rung is given the same requests, all at once, and the same slots. A pass
-gives the tokens too, so that whoever compares speeds can check first that the work was the
-same, and the least work of each step (roofline.py), so that a speed can be held against what
-the machine can do.
+Always holds: every rung is given the same requests at the same times, and the same slots. A
+pass gives the tokens too, so that whoever compares speeds can check first that the work was
+the same, and the least work of each step (roofline.py), so that a speed can be held against
+what the machine can do.
 
 Taught in notebooks/08_measuring_honestly.ipynb. Source: the comparison is that of Orca (Yu et
 al., OSDI 2022).

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanobatch.attention import PagedAttend, choose_backend
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
-from nanobatch.config import EngineConfig, ModelConfig, cdiv
+from nanobatch.config import EngineConfig, ModelConfig, cdiv, settle_max_model_len
 from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, cache_bytes, measure_step
 from nanobatch.engine import StepResult
@@ -76,13 +76,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ what is settled once
 
     def _settle(self, config: EngineConfig) -> EngineConfig:
-        longest = self.model.config.max_position_embeddings
-        max_model_len = config.max_model_len or longest
-        if max_model_len > longest:
-            raise ValueError(
-                f"max_model_len is {max_model_len}; the model was made for at most {longest}"
-            )
-        config = dataclasses.replace(config, max_model_len=max_model_len)
+        config = settle_max_model_len(config, self.model.config)
         if config.num_blocks is not None:
             return config
         size = bytes_per_block(self.model.config, config.block_size, self.dtype)
@@ -96,7 +90,7 @@ class ModelRunner:
                     f"max_num_seqs ({config.max_num_seqs})"
                 )
         else:
-            wanted = config.max_num_seqs * cdiv(max_model_len, config.block_size)
+            wanted = config.max_num_seqs * cdiv(config.max_model_len, config.block_size)
             num_blocks = max(1, min(wanted, CPU_CACHE_BYTES // size))
         return dataclasses.replace(config, num_blocks=num_blocks)
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from nanobatch.admission import Admission
 from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import EngineConfig, check_choice, check_int
+from nanobatch.config import EngineConfig, check_choice, check_int, settle_max_model_len
 from nanobatch.cost_model import GPUS, CostModel
 from nanobatch.engine import StepResult
 from nanobatch.metrics import EngineStats, InterTokenLatencies, summarize
@@ -189,16 +189,11 @@ def simulate(
 
 
 def _settle(config: EngineConfig, cost_model: CostModel) -> EngineConfig:
-    longest = cost_model.model.max_position_embeddings
-    max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len is {max_model_len}; the model was made for at most {longest}"
-        )
+    config = settle_max_model_len(config, cost_model.model)
     num_blocks = cost_model.num_blocks(config.gpu_memory_utilization)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
-    return dataclasses.replace(config, max_model_len=max_model_len, num_blocks=num_blocks)
+    return dataclasses.replace(config, num_blocks=num_blocks)
 
 
 class _Coming:
