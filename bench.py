@@ -7,6 +7,8 @@
     python bench.py --kernels                    each kernel against bandwidth and matrix rate
     python bench.py --host                       what the scheduler costs between two steps
     python bench.py --check 60                   a minute of random trials: is it right here?
+    python bench.py --model smollm2 --baseline vllm --baseline hf --workload W1
+                                                 other engines on the same requests, in turns
     python bench.py --simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
                                                  the real scheduler on a GPU that is not there
 
@@ -39,6 +41,7 @@ from pathlib import Path
 import torch
 
 import nanobatch
+from nanobatch.baselines import BASELINES, WORKLOADS, make_workload
 from nanobatch.config import (
     ADMISSIONS,
     DEVICES,
@@ -162,6 +165,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compare", default="ladder", choices=compare, help="rows of --simulate")
     add("--kernels", action="store_true", help="time the kernels, not the engine")
     add("--host", action="store_true", help="time the host's part of a step")
+    add("--baseline", action="append", choices=BASELINES, default=[],
+        help="another engine beside this one, on --workload (again for more)")  # fmt: skip
+    add("--baseline-python", action="append", default=[], metavar="NAME=PATH",
+        help="the interpreter that has it; default: this one")  # fmt: skip
+    add("--workload", default="W1", choices=tuple(WORKLOADS), help="of --baseline")
     add("--check", type=float, metavar="SECONDS", help="is it right, on this machine?")
     add("--model", default="tiny", help="anything LLM() takes (default: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: float32; with --kernels auto")
@@ -217,7 +225,12 @@ def _settle(args: argparse.Namespace) -> None:
     for name, value in (SIMULATED if args.simulate else REAL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.dtype = args.dtype or ("auto" if args.kernels else "float32")
+    args.dtype = args.dtype or ("auto" if args.kernels or args.baseline else "float32")
+    for text in args.baseline_python:
+        if text.partition("=")[0] not in args.baseline or "=" not in text:
+            raise ValueError(
+                f"--baseline-python is {text}; it must be NAME=PATH of a --baseline"
+            )
     least = dict.fromkeys(("prefix_len", "num_host_blocks"), 0)
     least |= dict.fromkeys(("num_prompts", "block_size", "repeat", "max_num_seqs"), 1)
     least |= dict.fromkeys(("max_num_batched_tokens", "threads", "num_blocks"), 1)
@@ -274,6 +287,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         report = bench_host(args)
     elif args.simulate:
         report = bench_simulated(args)
+    elif args.baseline:
+        report = bench_baselines(args)
     else:
         device = resolve_device(args.device)
         bench = bench_kernels if args.kernels else bench_engine
@@ -431,6 +446,32 @@ def bench_kernels(args, device: torch.device) -> dict:
         "args": args_of(args),
         "kernels": [line._asdict() for line in lines],
     }
+
+
+def bench_baselines(args) -> dict:
+    from nanobatch.baseline_bench import compare, table
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device("cpu")
+    dtype, machine = resolve_dtype(args.dtype, device), describe_machine(device)
+    pythons = dict.fromkeys(args.baseline, sys.executable)
+    pythons |= dict(text.split("=", 1) for text in args.baseline_python)
+    what = f"{args.model}, {str(dtype).removeprefix('torch.')}: workload {args.workload}"
+    print_heading(what, machine, None)
+    standings = compare(
+        args.model, dtype, args.workload, pythons, args.repeat, nanobatch.__version__
+    )
+    num_tokens = sum(make_workload(args.workload)[1])
+    rows = table(standings, num_tokens)
+    print(f"{num_tokens} output tokens; {args.repeat} passes in turns, medians\n")
+    columns = [name for name in max(rows, key=len) if name not in ("engine", "version")]
+    print(f"{'':22}" + "".join(f"{name:>19}" for name in columns))
+    for row in rows:
+        cells = (f"{row[name]:>19.4g}" if name in row else " " * 19 for name in columns)
+        print(f"{row['engine'] + ' ' + row['version']:22}" + "".join(cells))
+    print("\nratio: nanobatch's output tokens/s over this engine's")
+    return {"machine": machine, "args": args_of(args), "engines": rows}
 
 
 def bench_engine(args, device: torch.device) -> dict:

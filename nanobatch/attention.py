@@ -1,4 +1,4 @@
-"""Attention over a paged cache, in torch: the oracle, and what a CPU runs.
+"""Attention over a paged cache, in torch: the oracle, and what a CPU runs for prompts.
 
 The keys of a sequence lie in blocks all over the cache; its block table says where. They are
 gathered into one contiguous piece and handed to torch's scaled_dot_product_attention:
@@ -10,7 +10,8 @@ gathered into one contiguous piece and handed to torch's scaled_dot_product_atte
 A prompt or a chunk is a piece of its own. Sequences with one query token each are attended
 together, sorted so that those of like length share a group: a group is padded only to its
 own longest, and small enough that what was gathered is still in the CPU's cache when it is
-read (measured for 64 x 1000 tokens: 10-13 ms in groups of 256 blocks, 41-100 ms at once).
+read (measured for 64 x 1000 tokens: 10-13 ms in groups of 256 blocks, 41-100 ms at once). Where
+there is a C compiler these go to cpu_kernels.c instead, which gathers nothing.
 
 Always holds (invariant 14): what lies in slots past a sequence's end never reaches an
 output. It may be NaN, so a mask on the scores does not suffice (0 * NaN is NaN): the gathered
@@ -31,6 +32,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from nanobatch import cpu_kernels
 from nanobatch.attention_masks import causal_mask, visible
 from nanobatch.batch import Batch
 from nanobatch.config import ATTENTION_BACKENDS, cdiv, check_choice
@@ -78,20 +80,25 @@ def masked_attention(
 
 
 def choose_backend(backend: str, on_cuda: bool, block_size: int) -> str:
-    """What `backend` comes to for a cache on a GPU or on a CPU: "torch" or "triton".
+    """What `backend` comes to for a cache on a GPU or on a CPU: "torch", "triton" or "c".
 
-    "auto" is Triton on CUDA, where it is installed and the block size is a power of two.
+    "auto" is Triton on CUDA, where it is installed and the block size is a power of two; C on
+    a CPU with a C compiler: for sequences with one query, others are torch's.
 
     Raises:
         ValueError: "triton" was asked for and cannot be had: not installed, a block size that
-            is no power of two, or a CPU without Triton's interpreter.
+            is no power of two, or a CPU without Triton's interpreter; or "c" was, on a GPU or
+            without a compiler.
     """
     check_choice("attention_backend", backend, ATTENTION_BACKENDS)
     is_power_of_two = next_power_of_two(block_size) == block_size
+    has_c = not on_cuda and cpu_kernels.compiler() is not None
     if backend == "auto":
-        has_kernel = on_cuda and HAS_TRITON and is_power_of_two
-        return "triton" if has_kernel else "torch"
-    if backend == "torch":
+        has_triton = on_cuda and HAS_TRITON and is_power_of_two
+        return "triton" if has_triton else "c" if has_c else "torch"
+    if backend == "c" and not has_c:
+        raise ValueError("attention_backend is 'c'; it needs a CPU and a C compiler")
+    if backend in ("torch", "c"):
         return backend
     if not HAS_TRITON:
         raise ValueError("attention_backend is 'triton', which is not installed; use 'torch'")
@@ -141,17 +148,31 @@ def paged_attention(
     """
     _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD)
     _, K, P, _ = k_cache_NKPD.shape
-    if choose_backend(backend, q_THD.is_cuda, P) == "triton":
+    backend = choose_backend(backend, q_THD.is_cuda, P)
+    if backend == "triton":
         from nanobatch.paged_attention_kernel import triton_paged_attention
 
         return triton_paged_attention(
             q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale=scale,
             sliding_window=sliding_window, softcap=softcap,
         )  # fmt: skip
-    key = ("groups", K, P, sliding_window)
-    if key not in batch.derived:  # the same for every layer: made once a step
-        batch.derived[key] = list(_make_groups(batch, K, P, sliding_window))
-    out_THD = torch.zeros_like(q_THD)
+    kernels = None
+    if backend == "c" and softcap is None:
+        kernels = cpu_kernels.paged_attention(q_THD, k_cache_NKPD)
+    out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
+    if kernels is not None:
+        key = ("decodes", sliding_window)
+        if key not in batch.derived:  # the same for every layer: made once a step
+            batch.derived[key] = _decodes(batch, sliding_window)
+        decodes = batch.derived[key]
+        kernels.paged_decode(
+            q_THD.contiguous(), k_cache_NKPD, v_cache_NKPD, *decodes, scale, out_THD
+        )
+    key = ("groups", K, P, sliding_window, kernels is None)
+    if key not in batch.derived:
+        batch.derived[key] = list(
+            _make_groups(batch, K, P, sliding_window, with_decodes=kernels is None)
+        )
     for group in batch.derived[key]:
         q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
         k_SKLD, v_SKLD = (group.gather(cache) for cache in (k_cache_NKPD, v_cache_NKPD))
@@ -186,6 +207,15 @@ def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> 
         )
 
 
+def _decodes(batch: Batch, window: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the sequences with one query: block tables, token, first and end of what it sees."""
+    is_decode_S = batch.query_start_loc.diff() == 1
+    end_S = batch.seq_lens_S[is_decode_S]
+    start_S = torch.zeros_like(end_S) if window is None else (end_S - window).clamp(min=0)
+    token_S = batch.query_start_loc[:-1][is_decode_S].long()
+    return batch.block_tables_SB[is_decode_S], token_S, start_S, end_S
+
+
 @dataclass
 class _Group:
     """Sequences that are attended together: S of them, with T queries each.
@@ -215,7 +245,7 @@ class _Group:
 
 
 def _make_groups(
-    batch: Batch, num_kv_heads: int, block_size: int, window: int | None
+    batch: Batch, num_kv_heads: int, block_size: int, window: int | None, with_decodes: bool
 ) -> Iterator[_Group]:
     """Single-query sequences in groups of like length, then each longer one alone."""
     how = (num_kv_heads, block_size, window)
@@ -225,6 +255,7 @@ def _make_groups(
     num_blocks = (cdiv(batch.seq_lens_S, block_size) - first_block_S).tolist()
     query_lens = query_lens_S.tolist()
     decodes = [row for row, query_len in enumerate(query_lens) if query_len == 1]
+    decodes = decodes if with_decodes else []
     decodes.sort(key=lambda row: num_blocks[row])
     while decodes:
         rows = [decodes.pop()]  # the longest first: it sets the group's width

@@ -23,7 +23,7 @@ BATCHING = ("continuous", "static")
 POLICIES = ("fcfs", "sjf", "priority")
 ADMISSIONS = ("on_demand", "reserve", "predict")
 PREEMPTIONS = ("recompute", "swap")
-ATTENTION_BACKENDS = ("auto", "torch", "triton")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "c")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_FLOAT = sys.float_info.max
@@ -107,8 +107,8 @@ class EngineConfig:
         enable_prefix_caching: full blocks are found again by what is in them.
         preemption: "recompute": a preempted request starts anew from its tokens; "swap": its
             blocks wait in host memory, as far as num_host_blocks go (preemption.py).
-        attention_backend: "torch" or "triton" (on a CPU only in Triton's interpreter);
-            "auto" is the best there is on the device.
+        attention_backend: "torch", "triton" (on a CPU only in Triton's interpreter) or "c" (on
+            a CPU with a C compiler); "auto" is the best there is on the device.
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
         device: "cpu" or "cuda"; "auto" is a GPU where there is one.
         dtype: of weights and cache; "auto" on a GPU is bfloat16 from compute capability 8.0

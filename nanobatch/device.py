@@ -46,9 +46,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bfloat16 else torch.float16
-    capabilities = (
-        torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    )
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if has_bfloat16 else torch.float32
 

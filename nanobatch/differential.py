@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanobatch import cpu_kernels
 from nanobatch.config import (
     ADMISSIONS,
     BATCHING,
@@ -152,8 +153,9 @@ class Differential:
         )
 
     def _backends(self) -> list[str]:
-        on_cuda = self.model.embed.weight.is_cuda
-        return ["torch", "triton"] if on_cuda and HAS_TRITON else ["torch"]
+        if self.model.embed.weight.is_cuda:
+            return ["torch", "triton"] if HAS_TRITON else ["torch"]
+        return ["torch", "c"] if cpu_kernels.compiler() else ["torch"]
 
     def _draw_asks(self) -> list[Ask]:
         rng, vocab_size = self.rng, self.model.config.vocab_size

@@ -1,8 +1,8 @@
 """What lies between the matrix products: RMSNorm, RoPE and the write into the cache, SiLU.
 
-Each operation stands here twice: as a few lines of torch, which say what it means and are
-what a CPU runs, and as a Triton kernel in elementwise_kernels.py, which reads and writes each
-number once. On CUDA the kernel is used, elsewhere its twin.
+Each operation stands here as a few lines of torch, which say what it means, and twice as a
+kernel that reads and writes each number once: in Triton (elementwise_kernels.py), used on CUDA,
+and in C (cpu_kernels.c), used on a CPU. Where a kernel cannot be had its twin runs.
 
 Always holds: kernel and twin agree to the rounding of their number format; a token with slot
 -1 is written nowhere (invariant 14).
@@ -18,6 +18,8 @@ import importlib.util
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor
+
+from nanobatch import cpu_kernels
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -37,6 +39,9 @@ def rms_norm(
         from nanobatch.elementwise_kernels import triton_rms_norm
 
         return triton_rms_norm(x_TE, weight_E, eps, residual_TE)
+    kernels = cpu_kernels.elementwise(x_TE)
+    if kernels is not None:
+        return kernels.rms_norm(x_TE, weight_E, eps, residual_TE)
     sum_TE = x_TE.float() if residual_TE is None else x_TE + residual_TE
     normed_TE = F.rms_norm(sum_TE, weight_E.shape, weight_E.float(), eps)
     return normed_TE.to(x_TE.dtype), sum_TE
@@ -89,6 +94,11 @@ def rope_and_write(
         return triton_rope_and_write(
             q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T
         )
+    kernels = cpu_kernels.elementwise(q_THD)
+    if kernels is not None:
+        return kernels.rope_and_write(
+            q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T
+        )
     k_TKD = apply_rope(k_TKD, cos_TR, sin_TR)
     write_to_cache(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slot_mapping_T)
     return apply_rope(q_THD, cos_TR, sin_TR)
@@ -100,5 +110,16 @@ def silu_mul(gate_up_TF: Tensor) -> Tensor:
         from nanobatch.elementwise_kernels import triton_silu_mul
 
         return triton_silu_mul(gate_up_TF)
+    kernels = cpu_kernels.elementwise(gate_up_TF)
+    if kernels is not None:
+        return kernels.silu_mul(gate_up_TF)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def top_ids(x_SV: Tensor, k: int) -> Tensor:
+    """int64 [S, k]: where each row's k largest numbers are, in no order."""
+    kernels = cpu_kernels.elementwise(x_SV)
+    if kernels is not None:
+        return kernels.top_ids(x_SV, k)
+    return x_SV.argmax(dim=-1, keepdim=True) if k == 1 else x_SV.topk(k).indices

@@ -192,3 +192,33 @@ def _rope_divisors(rope: dict, theta: float, head_dim: int) -> tuple[float, ...]
         kept = min(1.0, max(0.0, kept))
         divisors.append(1 / (kept + (1 - kept) / factor))
     return tuple(divisors)
+
+
+def to_hf_config(config: ModelConfig) -> dict:
+    """What config.json says of a model without scaled RoPE: model_config's inverse."""
+    family = config.architecture.removesuffix("ForCausalLM").lower()
+    windows = {}
+    if config.sliding_window is not None:
+        windows = {"sliding_window": config.sliding_window, "use_sliding_window": True}
+        windows["layer_types"] = [
+            "full_attention" if config.window(i) is None else "sliding_attention"
+            for i in range(config.num_layers)
+        ]
+    return windows | {
+        "architectures": [config.architecture],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": list(config.eos_token_ids),
+    }

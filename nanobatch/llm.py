@@ -21,6 +21,7 @@ Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLM class.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -31,9 +32,12 @@ from nanobatch.loader import load
 from nanobatch.model_runner import ModelRunner
 from nanobatch.request import Request, RequestOutput, SamplingParams
 
+logger = logging.getLogger(__name__)
+
 
 class LLM:
-    """A model and an engine around it.
+    """A model and an engine around it. Its repr says what dtype and device "auto" came to; so
+    does a line of the logger "nanobatch.llm".
 
     Args:
         model: "tiny", "smollm2", "dummy:NAME", a directory, a .gguf file or a hub id.
@@ -60,9 +64,16 @@ class LLM:
         dtype = resolve_dtype(config.dtype, device)
         loaded = load(str(model), dtype, device, seed=config.seed)
         runner = ModelRunner(loaded.model, config)
+        self.name = str(model)
         self.tokenizer = loaded.tokenizer
         self.engine = LLMEngine(runner.config, runner, tokenizer=loaded.tokenizer)
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}  # by request id
+        logger.info("%r, attention_backend=%r", self, runner.backend)
+
+    def __repr__(self) -> str:
+        runner = self.engine.runner
+        dtype = str(runner.dtype).removeprefix("torch.")
+        return f"LLM({self.name!r}, dtype={dtype!r}, device={runner.device.type!r})"
 
     def generate(
         self,

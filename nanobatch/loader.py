@@ -20,6 +20,7 @@ Source: the names are those of Hugging Face's modeling files.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os.path
 import re
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import torch
 
 from nanobatch.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
 from nanobatch.config import ModelConfig
+from nanobatch.hf_config import to_hf_config
 from nanobatch.model import Decoder
 from nanobatch.shapes import MODEL_SHAPES
 from nanobatch.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
@@ -196,3 +198,25 @@ def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> 
     checkpoint.check_all_read()
     model.load_state_dict(weights, strict=True, assign=True)
     return model.to(device).eval().requires_grad_(False)
+
+
+def save(model: Decoder, directory: Path) -> None:
+    """Write a model as Hugging Face has it, in its own number format, for other engines.
+
+    Raises:
+        ValueError: its RoPE is scaled (what it was scaled by is not kept), or its weights were
+            laid out for a CPU's tiles.
+    """
+    from safetensors.torch import save_file
+
+    config = model.config
+    if config.rope_divisors is not None:
+        raise ValueError("a model with scaled RoPE cannot be saved; use its own directory")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ValueError("a model that a ModelRunner laid out cannot be saved; load it anew")
+    tensors, ours = {}, model.state_dict()
+    for name, parts in _sources(config).items():
+        pieces = ours[name].split([shape[0] for _, shape in parts])
+        tensors |= {theirs: x.clone() for (theirs, _), x in zip(parts, pieces, strict=True)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(to_hf_config(config)))

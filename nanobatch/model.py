@@ -21,8 +21,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nanobatch import cpu_kernels
 from nanobatch.config import ModelConfig
-from nanobatch.fused_kernels import rms_norm, silu_mul
+from nanobatch.fused_kernels import rms_norm, silu_mul, top_ids
 
 Attend = Callable[..., Tensor]
 NUM_EXACT_LOGITS = 32
@@ -40,6 +41,28 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual)
 
 
+class Linear(nn.Linear):
+    """A matrix product; its weights may be laid out for a CPU's tiles (cpu_matmul.c)."""
+
+    packed: Tensor | None = None
+
+    def pack(self, keep: bool = False) -> None:
+        """Lay the weights out, if this CPU has tiles. `weight` keeps its shape, and its numbers
+        if it is to keep them."""
+        kernels = cpu_kernels.products(self.weight)
+        if self.packed is None and kernels is not None:
+            self.packed, self._kernels = kernels.pack(self.weight), kernels
+            if not keep:
+                self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+
+    def forward(self, x_TE: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, F] in dtype; by default that of x."""
+        dtype = x_TE.dtype if dtype is None else dtype
+        if self.packed is None:
+            return super().forward(x_TE).to(dtype)
+        return self._kernels.product(x_TE, self.packed, self.bias, dtype)
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP. The three (two) input projections are one matrix product."""
 
@@ -51,13 +74,13 @@ class DecoderLayer(nn.Module):
         self.window = config.window(layer)
         self.heads = [H, K, K]
         self.input_norm = RMSNorm(E, config.rms_norm_eps)
-        self.qkv = nn.Linear(E, (H + K + K) * D, bias=config.qkv_bias)
+        self.qkv = Linear(E, (H + K + K) * D, bias=config.qkv_bias)
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
-        self.o = nn.Linear(H * D, E, bias=config.o_bias)
+        self.o = Linear(H * D, E, bias=config.o_bias)
         self.mlp_norm = RMSNorm(E, config.rms_norm_eps)
-        self.gate_up = nn.Linear(E, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, E, bias=config.mlp_bias)
+        self.gate_up = Linear(E, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, E, bias=config.mlp_bias)
 
     def forward(
         self,
@@ -88,8 +111,16 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("inv_freq_R", _rope_frequencies(config), persistent=False)
+
+    def pack(self) -> None:
+        """Lay the weights out for this CPU, if it has tiles. Those of lm_head stay as they are
+        too, if the embedding is tied to them."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                is_tied = self.config.tie_word_embeddings and module is self.lm_head
+                module.pack(keep=is_tied)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of packed tokens, after the final norm."""
@@ -103,11 +134,14 @@ class Decoder(nn.Module):
         """float32 [S, V] for the rows that need them.
 
         A logit near 20 moves in steps of 1/8 in bfloat16, which ties the best tokens with
-        each other. Those that matter most are computed anew in float32.
+        each other. Where sums come rounded, those that matter most are computed anew.
         """
-        logits_SV = self.lm_head(hidden_SE).float()
+        if self.lm_head.packed is not None:  # sums as they are
+            return self.lm_head(hidden_SE, torch.float32)
+        rounded_SV = self.lm_head(hidden_SE)
+        logits_SV = rounded_SV.float()
         if hidden_SE.dtype != torch.float32:
-            best_SX = logits_SV.topk(min(NUM_EXACT_LOGITS, logits_SV.shape[1])).indices
+            best_SX = top_ids(rounded_SV, min(NUM_EXACT_LOGITS, logits_SV.shape[1]))
             weight_SXE = self.lm_head.weight[best_SX].float()
             exact_SX = (weight_SXE @ hidden_SE.float().unsqueeze(2)).squeeze(2)
             logits_SV.scatter_(1, best_SX, exact_SX)

@@ -49,7 +49,7 @@ class ModelRunner:
     """Runs plans on a decoder, with a paged KV cache, where the decoder's weights are.
 
     Args:
-        model: with its weights.
+        model: with its weights; on a CPU those in bfloat16 are laid out anew, for good.
         config: its None fields are settled here; see `.config`.
 
     Raises:
@@ -63,6 +63,8 @@ class ModelRunner:
         self.eos_token_ids = model.config.eos_token_ids
         weight = model.embed.weight
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            model.pack()
         self.backend = choose_backend(config.attention_backend, self.on_cuda, config.block_size)
         # torch's paged attention looks at lengths, which a captured step may not.
         self.has_graphs = config.cuda_graphs and self.on_cuda and self.backend == "triton"

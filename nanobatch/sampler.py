@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nanobatch.fused_kernels import top_ids
+
 if TYPE_CHECKING:
     from nanobatch.request import SamplingParams
 
@@ -69,13 +71,13 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """
     raw_SV = logits_SV
     logits_SV = _adjust(raw_SV, rows)
-    best_S = logits_SV.max(dim=-1)
+    best_S1 = top_ids(logits_SV, 1)
     # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
     is_number_S = raw_SV.amax(dim=-1).isfinite()
-    is_ok_S = is_number_S & best_S.values.isfinite()
+    is_ok_S = is_number_S & logits_SV.gather(1, best_S1).squeeze(1).isfinite()
     # Together: each look at a GPU's numbers waits for all of its work.
     tokens, is_number, is_ok = torch.stack(
-        (best_S.indices, is_number_S.long(), is_ok_S.long())
+        (best_S1.squeeze(1), is_number_S.long(), is_ok_S.long())
     ).tolist()
     random_rows = [i for i, row in enumerate(rows) if is_ok[i] and row.params.temperature > 0]
     if random_rows:

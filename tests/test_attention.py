@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from nanobatch import attention, paged_attention
+from nanobatch import attention, cpu_kernels, paged_attention
 from nanobatch.attention import PagedAttend, masked_attention
 from nanobatch.attention_masks import (
     block_diagonal_mask,
@@ -38,9 +38,14 @@ NAN, INF = float("nan"), float("inf")
 ATOL = 2e-5
 
 
-@pytest.fixture(autouse=True)
-def seed():
+@pytest.fixture(autouse=True, params=["c", "torch"])
+def kernels(request, monkeypatch):
+    """All of it twice: with the CPU's kernels where there is a compiler, and without."""
     torch.manual_seed(0)
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_kernels, "elementwise", lambda x: None)
+    elif cpu_kernels.compiler() is None:
+        pytest.skip("no C compiler")
 
 
 # (keys already cached, tokens of this step) of each sequence: decodes, prompts, chunks.

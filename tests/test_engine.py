@@ -418,7 +418,11 @@ class Poison:
         for k_cache_NKPD, v_cache_NKPD in self.runner.caches:
             k_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
             v_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
-        return self.runner.run(plan)
+        result = self.runner.run(plan)
+        for row in plan.scheduled:  # full now; it may be preempted before it runs again
+            num_full = (row.request.num_computed_tokens + row.num_tokens) // config.block_size
+            self.full.update(row.request.block_table[:num_full])
+        return result
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -1067,6 +1071,16 @@ def test_llm_refuses_what_it_does_not_know():
         LLM("tiny", max_model_len=5_000_000)
     with pytest.raises(ValueError, match="chat template"):
         tiny_llm().chat([{"role": "user", "content": "hello"}])
+
+
+def test_it_says_what_auto_came_to(caplog):
+    with caplog.at_level("INFO", "nanobatch.llm"):
+        llm = LLM("tiny", dtype="auto", device="cpu", num_blocks=4)
+    capabilities = torch.cpu.get_capabilities()
+    is_fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    dtype = "bfloat16" if is_fast else "float32"
+    assert repr(llm) == f"LLM('tiny', dtype='{dtype}', device='cpu')"
+    assert repr(llm) in caplog.text and "attention_backend=" in caplog.text
 
 
 def test_keywords_win_over_config():

@@ -146,7 +146,7 @@ def configs(draw):
         enable_chunked_prefill=chunks,
         enable_prefix_caching=draw(st.booleans()),
         preemption=draw(st.sampled_from(PREEMPTIONS)),
-        attention_backend="torch",
+        attention_backend=draw(st.sampled_from(["torch", "auto"])),
         dtype="float32",
         seed=draw(st.integers(0, 3)),
     )

@@ -127,10 +127,13 @@ def test_bfloat16_stays_near_float32(smollm2):
     wanted = smollm2.chat(question, params)
     out = LLM("smollm2", dtype="bfloat16").chat(question, params)
     assert out.token_ids == wanted.token_ids
-    for ours, theirs in zip(out.logprobs, wanted.logprobs, strict=True):
-        for token in ours.keys() & theirs.keys():
-            if theirs[token] > -5:  # what is all but impossible differs by more
-                assert abs(ours[token] - theirs[token]) < 0.15
+    gaps = [
+        abs(ours[token] - theirs[token])
+        for ours, theirs in zip(out.logprobs, wanted.logprobs, strict=True)
+        for token in ours.keys() & theirs.keys()
+        if theirs[token] > -5  # what is all but impossible differs by more
+    ]
+    assert max(gaps) < 0.3 and sum(gaps) / len(gaps) < 0.05
 
 
 def test_text_goes_there_and_back(smollm2):
