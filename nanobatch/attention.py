@@ -1,17 +1,9 @@
 """Attention over a paged cache, in torch: the oracle, and what a CPU runs for prompts.
 
 The keys of a sequence lie in blocks all over the cache; its block table says where. They are
-gathered into one contiguous piece and handed to torch's scaled_dot_product_attention:
-
-    block table [7, 2]      cache block 7      gathered keys of one head
-                              block 2    ->    [ block 7 | block 2 | ]
-                                                 positions 0 ..  seq_len - 1, then the tail
-
-A prompt or a chunk is a piece of its own. Sequences with one query token each are attended
-together, sorted so that those of like length share a group: a group is padded only to its
-own longest, and small enough that what was gathered is still in the CPU's cache when it is
-read (measured for 64 x 1000 tokens: 10-13 ms in groups of 256 blocks, 41-100 ms at once). Where
-there is a C compiler these go to cpu_kernels.c instead, which gathers nothing.
+gathered into one contiguous piece and handed to torch's scaled_dot_product_attention, several
+sequences of like length together (sequence_groups.py). On a CPU with a C compiler sequences
+with one query go to cpu_kernels.c instead, which gathers nothing; on a GPU all go to Triton.
 
 Always holds (invariant 14): what lies in slots past a sequence's end never reaches an
 output. It may be NaN, so a mask on the scores does not suffice (0 * NaN is NaN): the gathered
@@ -25,7 +17,6 @@ Taught in notebooks/05_paged_kv_blocks.ipynb. Source: PagedAttention (Kwon et al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +24,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nanobatch import cpu_kernels
-from nanobatch.attention_masks import causal_mask, visible
+from nanobatch.attention_masks import causal_mask
 from nanobatch.batch import Batch
-from nanobatch.config import ATTENTION_BACKENDS, cdiv, check_choice
+from nanobatch.config import ATTENTION_BACKENDS, check_choice
 from nanobatch.fused_kernels import HAS_TRITON, rope_and_write
 from nanobatch.launch_plan import next_power_of_two
-
-MAX_GROUP_BLOCKS = 256
+from nanobatch.sequence_groups import decodes, make_groups
 
 
 def masked_attention(
@@ -156,30 +146,21 @@ def paged_attention(
             q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale=scale,
             sliding_window=sliding_window, softcap=softcap,
         )  # fmt: skip
-    kernels = None
-    if backend == "c" and softcap is None:
-        kernels = cpu_kernels.paged_attention(q_THD, k_cache_NKPD)
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
+    in_c = backend == "c" and softcap is None
+    kernels = cpu_kernels.paged_attention(q_THD, k_cache_NKPD) if in_c else None
     if kernels is not None:
-        key = ("decodes", sliding_window)
-        if key not in batch.derived:  # the same for every layer: made once a step
-            batch.derived[key] = _decodes(batch, sliding_window)
-        decodes = batch.derived[key]
+        rows = batch.once(("decodes", sliding_window), lambda: decodes(batch, sliding_window))
         kernels.paged_decode(
-            q_THD.contiguous(), k_cache_NKPD, v_cache_NKPD, *decodes, scale, out_THD
+            q_THD.contiguous(), k_cache_NKPD, v_cache_NKPD, *rows, scale, out_THD
         )
-    key = ("groups", K, P, sliding_window, kernels is None)
-    if key not in batch.derived:
-        batch.derived[key] = list(
-            _make_groups(batch, K, P, sliding_window, with_decodes=kernels is None)
-        )
-    for group in batch.derived[key]:
+    how = (K, P, sliding_window, kernels is None)
+    for group in batch.once(("groups", *how), lambda: list(make_groups(batch, *how))):
         q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
-        k_SKLD, v_SKLD = (group.gather(cache) for cache in (k_cache_NKPD, v_cache_NKPD))
         out_SHTD = masked_attention(
             q_SHTD,
-            k_SKLD,
-            v_SKLD,
+            group.gather(k_cache_NKPD),
+            group.gather(v_cache_NKPD),
             group.mask,
             scale=scale,
             softcap=softcap,
@@ -205,113 +186,6 @@ def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> 
             f"v_cache_NKPD {tuple(v_cache_NKPD.shape)}; they must be [T, H, D] and twice "
             "[N, K, P, D], H a multiple of K"
         )
-
-
-def _decodes(batch: Batch, window: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the sequences with one query: block tables, token, first and end of what it sees."""
-    is_decode_S = batch.query_start_loc.diff() == 1
-    end_S = batch.seq_lens_S[is_decode_S]
-    start_S = torch.zeros_like(end_S) if window is None else (end_S - window).clamp(min=0)
-    token_S = batch.query_start_loc[:-1][is_decode_S].long()
-    return batch.block_tables_SB[is_decode_S], token_S, start_S, end_S
-
-
-@dataclass
-class _Group:
-    """Sequences that are attended together: S of them, with T queries each.
-
-    tokens: their rows of the packed tokens, a slice or int64 [S * T].
-    shape: (S, K, B) of the gathered blocks.
-    rows: int64 [S * K * B], which (block, head) pairs of the cache to gather.
-    num_keys: L, gathered positions that are used; at most B * P.
-    mask: bool [S, 1, T, L]; None: plain causal with T == L.
-    tail: int64, rows of [S * K * B * P, D] past their sequence's end, to be zeroed.
-    """
-
-    tokens: slice | Tensor
-    shape: tuple[int, int, int]
-    rows: Tensor
-    num_keys: int
-    mask: Tensor | None
-    tail: Tensor
-
-    def gather(self, cache_NKPD: Tensor) -> Tensor:
-        """[S, K, L, D]: the cached keys (or values) in order of position."""
-        S, K, B = self.shape
-        P, D = cache_NKPD.shape[2:]
-        x = cache_NKPD.view(-1, P * D).index_select(0, self.rows)
-        x.view(-1, D).index_fill_(0, self.tail, 0)
-        return x.view(S, K, B * P, D)[:, :, : self.num_keys]
-
-
-def _make_groups(
-    batch: Batch, num_kv_heads: int, block_size: int, window: int | None, with_decodes: bool
-) -> Iterator[_Group]:
-    """Single-query sequences in groups of like length, then each longer one alone."""
-    how = (num_kv_heads, block_size, window)
-    starts = batch.query_start_loc.tolist()
-    query_lens_S = batch.query_start_loc.diff()
-    first_block_S = _first_visible_block(batch.seq_lens_S, query_lens_S, block_size, window)
-    num_blocks = (cdiv(batch.seq_lens_S, block_size) - first_block_S).tolist()
-    query_lens = query_lens_S.tolist()
-    decodes = [row for row, query_len in enumerate(query_lens) if query_len == 1]
-    decodes = decodes if with_decodes else []
-    decodes.sort(key=lambda row: num_blocks[row])
-    while decodes:
-        rows = [decodes.pop()]  # the longest first: it sets the group's width
-        while decodes and (len(rows) + 1) * num_blocks[rows[0]] <= MAX_GROUP_BLOCKS:
-            rows.append(decodes.pop())
-        tokens = batch.query_start_loc[rows].long()
-        yield _make_group(batch, rows, tokens, *how)
-    for row, query_len in enumerate(query_lens):
-        if query_len > 1:
-            tokens = slice(starts[row], starts[row + 1])
-            yield _make_group(batch, [row], tokens, *how)
-
-
-def _first_visible_block(
-    seq_lens: Tensor, query_lens: Tensor, block_size: int, window: int | None
-) -> Tensor:
-    """The first block that the window of a sequence's first query reaches."""
-    if window is None:
-        return torch.zeros_like(seq_lens)
-    return (seq_lens - query_lens - window + 1).clamp(min=0) // block_size
-
-
-def _make_group(
-    batch: Batch,
-    rows: list[int],
-    tokens: slice | Tensor,
-    num_kv_heads: int,
-    block_size: int,
-    window: int | None,
-) -> _Group:
-    K, P = num_kv_heads, block_size
-    seq_len_S1 = batch.seq_lens_S[rows].long().unsqueeze(1)
-    query_len_S1 = batch.query_start_loc.diff()[rows].unsqueeze(1)
-    query_len = int(query_len_S1[0])
-    first_block_S1 = _first_visible_block(seq_len_S1, query_len_S1, P, window)
-    len_S1 = seq_len_S1 - first_block_S1 * P  # counted from the first gathered position
-    num_keys = int(len_S1.max())
-    num_blocks = cdiv(num_keys, P)
-    device = len_S1.device
-    pos_L = torch.arange(num_blocks * P, device=device)
-
-    # Past a row's own table any block will do: what is gathered there is zeroed.
-    index_SB = first_block_S1 + pos_L[:num_blocks]
-    index_SB = index_SB.clamp(max=batch.block_tables_SB.shape[1] - 1)
-    blocks_SB = batch.block_tables_SB[rows].long().gather(1, index_SB)
-    head_K1 = torch.arange(K, device=device).unsqueeze(1)
-    cache_rows = (blocks_SB.unsqueeze(1) * K + head_K1).flatten()
-    is_tail_SKL = (pos_L >= len_S1).unsqueeze(1).expand(-1, K, -1)
-    tail = is_tail_SKL.flatten().nonzero().flatten()
-
-    mask = None
-    is_plain_causal = len(rows) == 1 and query_len == num_keys and window is None
-    if not is_plain_causal:
-        query_pos_ST = len_S1 - query_len + torch.arange(query_len, device=device)
-        mask = visible(query_pos_ST.unsqueeze(2), pos_L[:num_keys], window).unsqueeze(1)
-    return _Group(tokens, (len(rows), K, num_blocks), cache_rows, num_keys, mask, tail)
 
 
 @dataclass

@@ -22,10 +22,10 @@ FlashAttention's variable-length interface.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,12 +60,16 @@ class Batch:
     logits_indices_S: Tensor
     derived: dict = field(default_factory=dict, repr=False)
 
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is the same for every layer: made when it is first asked for."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
+
     @property
     def max_query_len(self) -> int:
         """The most tokens that one sequence computes in this step."""
-        if "max_query_len" not in self.derived:
-            self.derived["max_query_len"] = int(self.query_start_loc.diff().max())
-        return self.derived["max_query_len"]
+        return self.once("max_query_len", lambda: int(self.query_start_loc.diff().max()))
 
 
 def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu") -> Batch:

@@ -1,10 +1,19 @@
-"""The CPU's kernels, in C (cpu_kernels.c): built when first needed, called by address.
+"""The CPU's kernels, in C: built when first needed, called by address.
 
-    fused_kernels.py  --elementwise(x)-->        CpuKernels  --ctypes-->  cpu_kernels.c
-    attention.py      --paged_attention(...)-->
+    fused_kernels.py  --elementwise(x)-->         CpuKernels  --ctypes-->  cpu_kernels.c
+    attention.py      --paged_attention(q, k)-->  CpuKernels
+    model.py          --products(weight)-->       CpuMatmul   --ctypes-->  cpu_matmul.c
 
 torch's operations each read and write all of their numbers and share them between the cores
-anew, and there are some thirty of them between a layer's matrix products. TODO numbers
+anew, and a decoding step has some thirty of them in each layer. SmolLM2-135M in bfloat16, two
+cores of a Xeon with AMX (2026-11-30, ms):
+
+                                                         torch      here
+    attention of a layer, 64 sequences of 250 tokens     3.6        0.75    no gathered copy
+    the layers' products, 1 to 16 rows                   21 - 25    12      weights laid out
+                          64 rows                        39         24      once, read in order
+    the 32 best of 49,152 logits, 64 rows                4.1        2.2
+    RMSNorm with residual, 64 rows                       0.05       0.02
 
 Nothing needs them: without a C compiler, in other number formats, and where gradients are
 wanted, there is None, and the callers' torch twins run. A library is kept in the user's cache
@@ -214,9 +223,8 @@ def _kernels(dtype: torch.dtype, **sizes: int) -> CpuKernels | None:
 
 def products(weight_NK: Tensor) -> CpuMatmul | None:
     """For a product with this weight; None: use torch's."""
-    is_ours = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     is_whole = all(size % 32 == 0 for size in weight_NK.shape)
-    return _products() if is_ours and is_whole and has_amx() else None
+    return _products() if is_whole and _is_for_tiles(weight_NK) else None
 
 
 def has_amx() -> bool:
@@ -225,9 +233,13 @@ def has_amx() -> bool:
     return bool(capabilities.get("amx_bf16"))
 
 
+def _is_for_tiles(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and elementwise(x) is not None and has_amx()
+
+
 @functools.cache
 def _products() -> CpuMatmul | None:
-    file = _build("cpu_matmul.c", {})
+    file = _build("cpu_matmul.c", ELEMENTS[torch.bfloat16])
     kernels = None if file is None else CpuMatmul(file)
     return kernels if kernels is not None and kernels.library.matmul_init() == 0 else None
 
@@ -257,7 +269,8 @@ def _key(cc: str, source: str, defines: list[str]) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
-    text = repr(((HERE / source).read_bytes(), version, FLAGS, defines, cpu))
+    text = repr([(HERE / name).read_bytes() for name in (source, "cpu_elem.h")])
+    text += repr((version, FLAGS, defines, cpu))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

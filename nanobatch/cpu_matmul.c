@@ -12,11 +12,10 @@
    are. A panel (36 KiB for K = 576) stays in the nearest cache while CHUNK rows pass by it. */
 
 #include <immintrin.h>
-#include <stdint.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef uint16_t elem; /* bfloat16: the upper half of a float */
+#include "cpu_elem.h"
 
 enum { SIDE = 16, STEP = 32, TILE = 512, AHEAD = 8, CHUNK = 512 };
 

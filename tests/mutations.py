@@ -69,7 +69,7 @@ MUTATIONS = {
     "wrong-row-for-logits": Mutation("batch.py", "query_start_loc[1:] - 1,", "query_start_loc[:-1],", "tests/test_attention.py"),
     "minus-one-is-the-last-block": Mutation("fused_kernels.py", "    if not is_real_T.all():", "    if False:", "tests/test_attention.py"),
     "window-off-by-one": Mutation("attention_masks.py", "key_pos > query_pos - sliding_window", "key_pos >= query_pos - sliding_window", "tests/test_attention.py"),
-    "tail-not-zeroed": Mutation("attention.py", "        x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
+    "tail-not-zeroed": Mutation("sequence_groups.py", "        x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
     "padding-row-writes": Mutation("decode_graphs.py", "(0, num_pads), value=PADDING_SLOT)", "(0, num_pads))", "tests/test_decode_graphs.py"),
     # ---- kernels
     "kernel-32-bit-slots": Mutation("paged_attention_kernel.py", "(block_L.to(tl.int64) * K + kv_head)", "(block_L * K + kv_head)", "tests/test_kernels.py"),
@@ -83,7 +83,7 @@ MUTATIONS = {
     "c-no-shrink": Mutation("cpu_kernels.c", "            for (int d = 0; d < D; d++) out[g][d] *= shrink;\n", "", "tests/test_cpu_kernels.py"),
     "c-window": Mutation("cpu_kernels.c", "int first = b * P < start ? start - b * P : 0,", "int first = 0,", "tests/test_cpu_kernels.py"),
     "c-slot-minus-one": Mutation("cpu_kernels.c", "        if (slot_T[t] < 0) continue;\n", "", "tests/test_cpu_kernels.py"),
-    "c-nan-is-a-number": Mutation("cpu_kernels.c", "return is_nan ? 0x7fc0 : ", "return ", "tests/test_cpu_kernels.py"),
+    "c-nan-is-a-number": Mutation("cpu_elem.h", "return is_nan ? 0x7fc0 : ", "return ", "tests/test_cpu_kernels.py"),
     "c-last-of-equals": Mutation("cpu_kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/test_cpu_kernels.py"),
     "tiles-lower-rows": Mutation("cpu_matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/test_cpu_kernels.py"),
     # ---- sampling and text

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from nanobatch import attention, cpu_kernels, paged_attention
+from nanobatch import cpu_kernels, paged_attention, sequence_groups
 from nanobatch.attention import PagedAttend, masked_attention
 from nanobatch.attention_masks import (
     block_diagonal_mask,
@@ -287,13 +287,13 @@ def test_more_decodes_than_one_group_holds(block_size, window):
     random = Random(1)
     shapes = [(random.randrange(60), 1) for _ in range(60 * block_size)]
     num_blocks = sum(cdiv(before + 1, block_size) for before, _ in shapes)
-    assert num_blocks > 2 * attention.MAX_GROUP_BLOCKS
+    assert num_blocks > 2 * sequence_groups.MAX_GROUP_BLOCKS
     Case([*shapes, (3, 5)], block_size, H=2, K=1, D=8).check(sliding_window=window)
 
 
 @pytest.mark.parametrize("max_group_blocks", [1, 3, 7, 10**9])
 def test_how_decodes_are_grouped_does_not_matter(max_group_blocks, monkeypatch):
-    monkeypatch.setattr(attention, "MAX_GROUP_BLOCKS", max_group_blocks)
+    monkeypatch.setattr(sequence_groups, "MAX_GROUP_BLOCKS", max_group_blocks)
     for window in (None, 3):
         Case([(n, 1) for n in (30, 0, 4, 3, 7, 8, 1)], block_size=4).check(
             sliding_window=window
