@@ -148,7 +148,7 @@ def paged_attention(
         )  # fmt: skip
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
     in_c = backend == "c" and softcap is None
-    kernels = cpu_kernels.paged_attention(q_THD, k_cache_NKPD) if in_c else None
+    kernels = cpu_kernels.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD) if in_c else None
     if kernels is not None:
         rows = batch.once(("decodes", sliding_window), lambda: decodes(batch, sliding_window))
         kernels.paged_decode(

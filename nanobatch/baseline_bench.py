@@ -61,10 +61,8 @@ def compare(
     prompts, output_lens = make_workload(workload)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load(model, dtype).model
-        largest = max(map(max, prompts))
-        if largest >= loaded.config.vocab_size:
-            vocab_size = loaded.config.vocab_size
-            prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
+        vocab_size = loaded.config.vocab_size
+        prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
         directory = Path(model)
         if not (directory / "config.json").exists():
             directory = Path(folder)

@@ -147,6 +147,7 @@ def _hf(directory: str, dtype: str, threads: int):
     ).eval()
 
     def run_batch(prompts, output_lens):
+        """Tokens of one batch, each row cut to its own length, and when the first came."""
         longest, first_token = max(map(len, prompts)), []
 
         def note_the_time(ids, scores, **kwargs):
@@ -175,6 +176,7 @@ def _hf(directory: str, dtype: str, threads: int):
 
 
 def main() -> None:
+    """Load one engine, say its version, then answer asks until the pipe is closed."""
     name, directory, dtype, threads = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints is no answer

@@ -40,18 +40,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanobatch.device import cpu_has
+
 HERE = Path(__file__).parent
 ELEMENTS = {torch.bfloat16: {"ELEM_BF16": 1}, torch.float32: {}}
-FLAGS = [
-    "-std=gnu11",
-    "-O3",
-    "-Wall",
-    "-Wextra",
-    "-march=native",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-]
+FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 # Sums in any order, as vectors need it. Not -ffast-math: NaN must stay NaN (invariant 15).
 FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
 if platform.machine() == "x86_64":
@@ -61,38 +54,60 @@ MAX_NUMBERS = 2**14  # that attention keeps on the stack, G * (2 D + P)
 
 @functools.cache
 def compiler() -> str | None:
-    """The C compiler that would be used: $CC, cc, gcc or clang."""
+    """The C compiler that would be used: $CC (or cc), else gcc."""
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc"))), None)
 
 
-# Of each function: P pointer, i int, l int64, f float.
+# The arguments of each function, but for the number of threads, which comes last.
+#     pointers to dense numbers: E of the library's format, F float32, I int32, L int64
+#     S as E, but with strides;  V of a format that another argument tells
+#     numbers: i int, l int64, f float
 SIGNATURES = {
-    "rms_norm": "PPPfiiPPi",
-    "silu_mul": "PiiPi",
-    "rope_and_write": "PPPlllPPPiiiiiPPPi",
-    "top_ids": "PiiiPi",
-    "paged_decode": "PPPPiPPPiifPi",
-    "matmul": "PPPiiiiPi",
+    "rms_norm": "x:E residual:F weight:E eps:f T:i E:i sum:F out:E",
+    "silu_mul": "gate_up:E T:i F:i out:E",
+    "rope_and_write": "q:S k:S v:S q_stride:l k_stride:l v_stride:l cos:F sin:F slot_mapping:L "
+    "T:i H:i K:i P:i D:i k_cache:E v_cache:E out:E",
+    "top_ids": "x:E S:i V:i k:i ids:L",
+    "paged_decode": "q:E k_cache:E v_cache:E block_tables:I B:i token:L start:I end:I "
+    "S:i K:i scale:f out:E",
+    "matmul": "x:E packed:E bias:E M:i N:i K:i is_float:i out:V",
 }
-C_TYPES = {
-    "P": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float,
-}  # fmt: skip
+NUMBERS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
+FORMATS = {"F": torch.float32, "I": torch.int32, "L": torch.int64}
 
 
 class Library:
-    """A compiled file's functions, called with tensors for pointers."""
+    """A compiled file's functions, called with tensors for pointers. C looks at no type and no
+    bound, so what it is given is checked here."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, dtype: torch.dtype):
         self.library = ctypes.CDLL(str(file))
+        self._formats = FORMATS | {"E": dtype, "S": dtype}
         self._functions = {}
-        for name, types in SIGNATURES.items():
+        for name, signature in SIGNATURES.items():
             if hasattr(self.library, name):
-                self._functions[name] = function = getattr(self.library, name)
-                function.argtypes, function.restype = [C_TYPES[c] for c in types], None
+                function = getattr(self.library, name)
+                arguments = [text.split(":") for text in signature.split()]
+                types = [NUMBERS.get(kind, ctypes.c_void_p) for _, kind in arguments]
+                function.argtypes, function.restype = [*types, ctypes.c_int], None
+                self._functions[name] = function, arguments
 
-    def _call(self, name: str, *args: Tensor | float | None) -> None:
-        values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-        self._functions[name](*values, torch.get_num_threads())
+    def _call(self, name: str, *values: Tensor | float | None) -> None:
+        function, arguments = self._functions[name]
+        given = [
+            self._address(name, *argument, value) if isinstance(value, Tensor) else value
+            for argument, value in zip(arguments, values, strict=True)
+        ]
+        function(*given, torch.get_num_threads())
+
+    def _address(self, function: str, argument: str, kind: str, tensor: Tensor) -> int:
+        dtype = self._formats.get(kind, tensor.dtype)
+        if tensor.dtype is not dtype or not (kind == "S" or tensor.is_contiguous()):
+            raise ValueError(
+                f"{function}: {argument} is {tensor.dtype} with strides {tensor.stride()}; it "
+                f"must be {dtype}" + (", dense" if kind != "S" else "")
+            )
+        return tensor.data_ptr()
 
 
 class CpuKernels(Library):
@@ -200,47 +215,49 @@ def _dense_heads(x_TXD: Tensor) -> Tensor:
 # -------------------------------------------------------------------------- which, and whether
 
 
-def elementwise(x: Tensor) -> CpuKernels | None:
-    """All but paged_decode, for tensors like x; None: use the twins."""
-    is_ours = x.device.type == "cpu" and x.dtype in ELEMENTS and not x.requires_grad
-    return _kernels(x.dtype) if is_ours else None
+def elementwise(*tensors: Tensor) -> CpuKernels | None:
+    """All but paged_decode, for tensors of one number format; None: use the twins."""
+    dtype = tensors[0].dtype
+    is_ours = dtype in ELEMENTS and all(
+        x.dtype is dtype and x.device.type == "cpu" and not x.requires_grad for x in tensors
+    )
+    return _kernels(dtype) if is_ours else None
 
 
-def paged_attention(q_THD: Tensor, k_cache_NKPD: Tensor) -> CpuKernels | None:
+def paged_attention(
+    q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor
+) -> CpuKernels | None:
     """paged_decode for these; None: use its twin."""
     (_, H, D), (_, K, P, _) = q_THD.shape, k_cache_NKPD.shape
     G = H // K
-    if elementwise(q_THD) is None or G * (2 * D + P) > MAX_NUMBERS:
+    is_ours = elementwise(q_THD, k_cache_NKPD, v_cache_NKPD) is not None
+    if not is_ours or G * (2 * D + P) > MAX_NUMBERS:
         return None
     return _kernels(q_THD.dtype, HEAD_DIM=D, GROUP=G, BLOCK=P)
+
+
+def products(weight_NK: Tensor) -> CpuMatmul | None:
+    """For a product with this weight; None: use torch's."""
+    is_ours = weight_NK.dtype == torch.bfloat16 and elementwise(weight_NK) is not None
+    is_whole = all(size % 32 == 0 for size in weight_NK.shape)
+    return _products() if is_ours and is_whole and has_amx() else None
+
+
+def has_amx() -> bool:
+    """Whether this CPU has tiles that multiply bfloat16."""
+    return cpu_has("amx_bf16")
 
 
 @functools.cache
 def _kernels(dtype: torch.dtype, **sizes: int) -> CpuKernels | None:
     file = _build("cpu_kernels.c", ELEMENTS[dtype] | sizes)
-    return None if file is None else CpuKernels(file)
-
-
-def products(weight_NK: Tensor) -> CpuMatmul | None:
-    """For a product with this weight; None: use torch's."""
-    is_whole = all(size % 32 == 0 for size in weight_NK.shape)
-    return _products() if is_whole and _is_for_tiles(weight_NK) else None
-
-
-def has_amx() -> bool:
-    """Whether this CPU has tiles that multiply bfloat16."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16"))
-
-
-def _is_for_tiles(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and elementwise(x) is not None and has_amx()
+    return None if file is None else CpuKernels(file, dtype)
 
 
 @functools.cache
 def _products() -> CpuMatmul | None:
     file = _build("cpu_matmul.c", ELEMENTS[torch.bfloat16])
-    kernels = None if file is None else CpuMatmul(file)
+    kernels = None if file is None else CpuMatmul(file, torch.bfloat16)
     return kernels if kernels is not None and kernels.library.matmul_init() == 0 else None
 
 
@@ -264,14 +281,20 @@ def _build(source: str, constants: dict[str, int]) -> Path | None:
 
 
 def _key(cc: str, source: str, defines: list[str]) -> str:
-    """A hash of all that the library depends on; -march=native means this CPU."""
+    """A hash of all that the library depends on."""
+    texts = [(HERE / name).read_bytes() for name in (source, "cpu_elem.h")]
+    text = repr((texts, FLAGS, defines, _machine(cc)))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def _machine(cc: str) -> tuple[bytes, list[str]]:
+    """The compiler's version, and the CPU that -march=native means."""
     version = subprocess.run([cc, "--version"], check=True, capture_output=True).stdout
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    cpu = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
-    text = repr([(HERE / name).read_bytes() for name in (source, "cpu_elem.h")])
-    text += repr((version, FLAGS, defines, cpu))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    cpu = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return version, cpu[:2]
 
 
 def _cache_directory() -> Path:

@@ -46,9 +46,13 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bfloat16 else torch.float16
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    has_bfloat16 = cpu_has("avx512_bf16") or cpu_has("amx_bf16")
     return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def cpu_has(feature: str) -> bool:
+    """Whether the CPU has a feature by torch's name for it, "amx_bf16" for one."""
+    return bool(getattr(torch.cpu, "get_capabilities", dict)().get(feature))
 
 
 class GpuMemory(NamedTuple):

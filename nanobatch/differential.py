@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanobatch import cpu_kernels
 from nanobatch.config import (
@@ -38,7 +39,7 @@ from nanobatch.fused_kernels import HAS_TRITON
 from nanobatch.model import Decoder
 from nanobatch.model_runner import ModelRunner
 from nanobatch.request import RequestOutput, SamplingParams
-from nanobatch.sampler import SamplingRow, sample
+from nanobatch.sampler import Sampled, SamplingRow, sample
 from nanobatch.simulator import VirtualClock
 from nanobatch.static_batching import PaddedAttend
 
@@ -73,6 +74,22 @@ class Alone(NamedTuple):
     is_tie: list[bool]
 
 
+def make_noise(vocab_size: int, seed: int = 0) -> Tensor:
+    """float32 [X, V] to lay on a row of logits: none in the first two, else some 1e-3."""
+    generator = torch.Generator().manual_seed(seed)
+    noise_XV = NOISE * torch.randn(NUM_NOISY, vocab_size, generator=generator)
+    noise_XV[:2] = 0
+    return noise_XV
+
+
+def choose(logits_1V: Tensor, row: SamplingRow, noise_XV: Tensor) -> tuple[Sampled, bool]:
+    """What is sampled, and whether it is a tie: noise changes it. (A sampler that does not
+    repeat itself without noise is wrong, and no tie.)"""
+    sampled, again, *noisy = sample(logits_1V + noise_XV, [row] * len(noise_XV))
+    repeats = again.token_id == sampled.token_id
+    return sampled, repeats and any(one.token_id != sampled.token_id for one in noisy)
+
+
 class Differential:
     """Draws trials for one model.
 
@@ -86,11 +103,7 @@ class Differential:
         self.rng = random.Random(seed)
         self.report = Report()
         self._alone: dict[Ask, Alone] = {}
-        generator = torch.Generator().manual_seed(seed)
-        shape = (NUM_NOISY, model.config.vocab_size)
-        noise_XV = NOISE * torch.randn(shape, generator=generator)
-        noise_XV[:2] = 0  # twice without: a sampler that does not repeat itself is no tie
-        self._noise_XV = noise_XV.to(model.embed.weight.device)
+        self._noise_XV = make_noise(model.config.vocab_size, seed).to(model.embed.weight.device)
 
     def run(self, seconds: float, say: Callable[[str], None] = print) -> Report:
         """Try for so long; say what is wrong as soon as it is found."""
@@ -209,12 +222,10 @@ class Differential:
             hidden_TE = self.model(ids_T, positions_T, attend)
             row = SamplingRow(params, prompt, alone.token_ids, (), params.seed)
             logits_1V = self.model.logits(hidden_TE[-1:])
-            sampled, again, *noisy = sample(logits_1V + self._noise_XV, [row] * NUM_NOISY)
-            repeats = again.token_id == sampled.token_id
+            sampled, is_tie = choose(logits_1V, row, self._noise_XV)
             alone.token_ids.append(sampled.token_id)
             alone.logprobs.append(sampled.logprobs)
-            changes = any(one.token_id != sampled.token_id for one in noisy)
-            alone.is_tie.append(repeats and changes)
+            alone.is_tie.append(is_tie)
             ids = [sampled.token_id]
         self._alone[ask] = alone
         return alone

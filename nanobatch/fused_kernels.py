@@ -39,7 +39,7 @@ def rms_norm(
         from nanobatch.elementwise_kernels import triton_rms_norm
 
         return triton_rms_norm(x_TE, weight_E, eps, residual_TE)
-    kernels = cpu_kernels.elementwise(x_TE)
+    kernels = cpu_kernels.elementwise(x_TE, weight_E)
     if kernels is not None:
         return kernels.rms_norm(x_TE, weight_E, eps, residual_TE)
     sum_TE = x_TE.float() if residual_TE is None else x_TE + residual_TE
@@ -94,7 +94,7 @@ def rope_and_write(
         return triton_rope_and_write(
             q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T
         )
-    kernels = cpu_kernels.elementwise(q_THD)
+    kernels = cpu_kernels.elementwise(q_THD, k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD)
     if kernels is not None:
         return kernels.rope_and_write(
             q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T

@@ -71,8 +71,7 @@ def load(
             raise ValueError(
                 f"model is {name!r}; dummy: takes one of {', '.join(MODEL_SHAPES)}"
             )
-        checkpoint = Dummy(MODEL_SHAPES[shape], seed, device)
-        return LoadedModel(_build(checkpoint, dtype, device), None)
+        return LoadedModel(make_dummy(MODEL_SHAPES[shape], dtype, device, seed), None)
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)
@@ -80,6 +79,14 @@ def load(
         return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
     checkpoint = HFDirectory(path)
     return LoadedModel(_build(checkpoint, dtype, device), _tokenizer_of(path))
+
+
+def make_dummy(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> Decoder:
+    """A decoder of any shape with seeded random weights."""
+    device = torch.device(device)
+    return _build(Dummy(config, seed, device), dtype, device)
 
 
 def _find(name: str) -> Path:

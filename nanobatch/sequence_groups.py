@@ -32,10 +32,10 @@ MAX_GROUP_BLOCKS = 256
 def decodes(batch: Batch, window: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of the sequences with one query: block tables, token, first and end of what it sees."""
     is_decode_S = batch.query_start_loc.diff() == 1
-    end_S = batch.seq_lens_S[is_decode_S]
+    end_S = batch.seq_lens_S[is_decode_S].int()
     start_S = torch.zeros_like(end_S) if window is None else (end_S - window).clamp(min=0)
     token_S = batch.query_start_loc[:-1][is_decode_S].long()
-    return batch.block_tables_SB[is_decode_S], token_S, start_S, end_S
+    return batch.block_tables_SB[is_decode_S].int(), token_S, start_S, end_S
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Group:
 
 
 def make_groups(
-    batch: Batch, num_kv_heads: int, block_size: int, window: int | None, withdecodes: bool
+    batch: Batch, num_kv_heads: int, block_size: int, window: int | None, with_decodes: bool
 ) -> Iterator[Group]:
     """Single-query sequences in groups of like length, then each longer one alone."""
     how = (num_kv_heads, block_size, window)
@@ -76,13 +76,12 @@ def make_groups(
     first_block_S = _first_visible_block(batch.seq_lens_S, query_lens_S, block_size, window)
     num_blocks = (cdiv(batch.seq_lens_S, block_size) - first_block_S).tolist()
     query_lens = query_lens_S.tolist()
-    decodes = [row for row, query_len in enumerate(query_lens) if query_len == 1]
-    decodes = decodes if withdecodes else []
-    decodes.sort(key=lambda row: num_blocks[row])
-    while decodes:
-        rows = [decodes.pop()]  # the longest first: it sets the group's width
-        while decodes and (len(rows) + 1) * num_blocks[rows[0]] <= MAX_GROUP_BLOCKS:
-            rows.append(decodes.pop())
+    singles = [row for row, query_len in enumerate(query_lens) if query_len == 1]
+    singles = sorted(singles, key=lambda row: num_blocks[row]) if with_decodes else []
+    while singles:
+        rows = [singles.pop()]  # the longest first: it sets the group's width
+        while singles and (len(rows) + 1) * num_blocks[rows[0]] <= MAX_GROUP_BLOCKS:
+            rows.append(singles.pop())
         tokens = batch.query_start_loc[rows].long()
         yield _make_group(batch, rows, tokens, *how)
     for row, query_len in enumerate(query_lens):

@@ -43,7 +43,7 @@ def kernels(request, monkeypatch):
     """All of it twice: with the CPU's kernels where there is a compiler, and without."""
     torch.manual_seed(0)
     if request.param == "torch":
-        monkeypatch.setattr(cpu_kernels, "elementwise", lambda x: None)
+        monkeypatch.setattr(cpu_kernels, "elementwise", lambda *x: None)
     elif cpu_kernels.compiler() is None:
         pytest.skip("no C compiler")
 

@@ -15,8 +15,7 @@ import torch
 import bench
 from nanobatch.baseline_bench import Standing, table
 from nanobatch.baselines import WORKLOADS, Baseline, _vllm_environment, make_workload
-from nanobatch.checkpoints import Dummy
-from nanobatch.loader import _build, load, save
+from nanobatch.loader import load, make_dummy, save
 from nanobatch.shapes import MODEL_SHAPES
 
 
@@ -90,8 +89,7 @@ def small_qwen3(windows):
         MODEL_SHAPES["qwen3-0.6b"], vocab_size=50, hidden_size=16, intermediate_size=24,
         num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, **windows,
     )  # fmt: skip
-    cpu = torch.device("cpu")
-    return _build(Dummy(shape, 0, cpu), torch.float32, cpu)
+    return make_dummy(shape, torch.float32)
 
 
 @pytest.mark.parametrize("windows", [None, {}, {"sliding_window": 4}])

@@ -11,10 +11,9 @@ import torch
 from nanobatch import LLM, SamplingParams, cpu_kernels
 from nanobatch.attention import choose_backend, paged_attention
 from nanobatch.batch import Row, pack
-from nanobatch.checkpoints import Dummy
 from nanobatch.config import EngineConfig, ModelConfig, cdiv
 from nanobatch.fused_kernels import rms_norm, rope_and_write, silu_mul, top_ids
-from nanobatch.loader import _build
+from nanobatch.loader import make_dummy
 from nanobatch.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(cpu_kernels.compiler() is None, reason="no C compiler")
@@ -26,7 +25,7 @@ def both(function, *args):
     """(by the kernel, by its twin) on copies of the arguments, which are returned too."""
     results = []
     kernels = cpu_kernels.elementwise
-    for use in (kernels, lambda x: None):
+    for use in (kernels, lambda *x: None):
         copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         cpu_kernels.elementwise = use
         try:
@@ -176,9 +175,40 @@ def test_decodes_beside_prefills_and_tokens_of_nobody():
 
 
 def test_a_gradient_is_the_twin_s():
-    x = torch.randn(2, 8, requires_grad=True)
+    """Of the rows, and of the weight alone."""
+    x, weight = torch.randn(2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     rms_norm(x, torch.ones(8), 1e-5)[0].sum().backward()
-    assert x.grad is not None
+    rms_norm(x.detach(), weight, 1e-5)[0].sum().backward()
+    assert x.grad is not None and weight.grad is not None
+
+
+def test_mixed_formats_are_the_twin_s():
+    """C would read the one as the other."""
+    x, weight = torch.randn(3, 8).bfloat16(), torch.randn(8)
+    (found, _), (twin, _) = both(rms_norm, x, weight, 1e-5)
+    assert torch.equal(found[0], twin[0])
+
+
+def test_block_tables_of_64_bits_are_read_as_they_are():
+    rows = [Row([0], 6, [3, 1]), Row([0], 0, [0])]
+    caches, q = [torch.randn(4, 1, 4, 8) for _ in range(2)], torch.randn(2, 2, 8)
+    batch, other = pack(rows, 4), pack(rows, 4)
+    other.block_tables_SB, other.seq_lens_S = (
+        batch.block_tables_SB.long(),
+        other.seq_lens_S.long(),
+    )
+    found = paged_attention(q, *caches, other, scale=1.0, backend="c")
+    torch.testing.assert_close(
+        found, paged_attention(q, *caches, batch, scale=1.0, backend="torch")
+    )
+
+
+def test_what_a_kernel_cannot_read_is_refused_by_name():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    with pytest.raises(ValueError, match="rms_norm: residual is torch.float64.*torch.float32"):
+        cpu_kernels.elementwise(x).rms_norm(x, weight, 1e-5, torch.zeros(3, 8).double())
+    with pytest.raises(ValueError, match=r"rms_norm: weight .*strides \(2,\).*dense"):
+        cpu_kernels.elementwise(x).rms_norm(x, torch.randn(16)[::2], 1e-5, None)
 
 
 @pytest.fixture
@@ -270,13 +300,12 @@ def test_a_row_of_nan_leaves_the_others_alone():
 
 
 def small_model(vocab_size):
-    cpu = torch.device("cpu")
     config = ModelConfig(
         architecture="Qwen2ForCausalLM", vocab_size=vocab_size, hidden_size=64,
         intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
         max_position_embeddings=64, qkv_bias=True, tie_word_embeddings=True,
     )  # fmt: skip
-    return _build(Dummy(config, 0, cpu), torch.bfloat16, cpu)
+    return make_dummy(config, torch.bfloat16)
 
 
 @needs_tiles

@@ -23,11 +23,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_engine import TOKENIZER, Poison, Watch, dense_attend
 
 from nanobatch import EngineConfig, LLMEngine, RequestStatus, SamplingParams
-from nanobatch.checkpoints import Dummy
 from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, ModelConfig, cdiv
-from nanobatch.loader import _build
+from nanobatch.differential import choose, make_noise
+from nanobatch.loader import make_dummy
 from nanobatch.model_runner import ModelRunner
-from nanobatch.sampler import SamplingRow, sample
+from nanobatch.sampler import SamplingRow
 from nanobatch.simulator import VirtualClock
 
 LONGEST = 40  # tokens of a request
@@ -43,12 +43,12 @@ MODEL = ModelConfig(
     max_position_embeddings=LONGEST,
     eos_token_ids=(257, *range(3, 250, 25)),  # so many that texts end by themselves
 )
-NOISE = 1e-3  # what changes with this much of it on the logits is a matter of rounding
+NOISE_XV = make_noise(MODEL.vocab_size)
 
 
 @functools.cache
 def model():
-    return _build(Dummy(MODEL, 3, torch.device("cpu")), torch.float32, torch.device("cpu"))
+    return make_dummy(MODEL, torch.float32, seed=3)
 
 
 @functools.lru_cache(10_000)
@@ -74,12 +74,9 @@ class Alone:
             row = SamplingRow(
                 params, prompt, self.token_ids, request.stop_token_ids, request.seed
             )
-            generator = torch.Generator().manual_seed(0)
-            noise_XV = NOISE * torch.randn(8, MODEL.vocab_size, generator=generator)
-            noise_XV[0] = 0
             logits_1V = logits_after((*prompt, *self.token_ids))
-            first, *noisy = sample(logits_1V + noise_XV, [row] * 8)
-            is_sure = is_sure and all(one.token_id == first.token_id for one in noisy)
+            first, is_tie = choose(logits_1V, row, NOISE_XV)
+            is_sure = is_sure and not is_tie
             self.num_sure += is_sure
             self.token_ids.append(first.token_id)
             self.logprobs.append(first.logprobs)
@@ -192,7 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         poison.scheduler = self.faulty.scheduler = self.engine.scheduler
         self.watch = Watch(self.engine)
-        self.live, self.families, self.ended = {}, {}, {}
+        self.live, self.families = {}, {}
 
     @rule(
         asks=st.lists(
@@ -312,7 +309,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_end(self, out, request):
         """The last output against the request alone, as far as that is sure."""
-        self.ended[out.finish_reason] = self.ended.get(out.finish_reason, 0) + 1
         assert request.block_table == request.host_block_table == [], "11"
         wanted = Alone(request)
         is_cut = out.finish_reason in ("abort", "error")
