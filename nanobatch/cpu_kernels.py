@@ -82,7 +82,7 @@ class Library:
 
     def __init__(self, file: Path, dtype: torch.dtype):
         self.library = ctypes.CDLL(str(file))
-        self._formats = FORMATS | {"E": dtype, "S": dtype}
+        formats = FORMATS | {"E": dtype, "S": dtype}
         self._functions = {}
         for name, signature in SIGNATURES.items():
             if hasattr(self.library, name):
@@ -90,24 +90,25 @@ class Library:
                 arguments = [text.split(":") for text in signature.split()]
                 types = [NUMBERS.get(kind, ctypes.c_void_p) for _, kind in arguments]
                 function.argtypes, function.restype = [*types, ctypes.c_int], None
-                self._functions[name] = function, arguments
+                wanted = [(a, formats.get(kind), kind == "S") for a, kind in arguments]
+                self._functions[name] = function, wanted
 
     def _call(self, name: str, *values: Tensor | float | None) -> None:
-        function, arguments = self._functions[name]
-        given = [
-            self._address(name, *argument, value) if isinstance(value, Tensor) else value
-            for argument, value in zip(arguments, values, strict=True)
-        ]
+        function, wanted = self._functions[name]
+        given = []
+        for (argument, dtype, may_stride), value in zip(wanted, values, strict=True):
+            if not isinstance(value, Tensor):
+                given.append(value)
+                continue
+            is_right = dtype is None or value.dtype is dtype
+            if not is_right or not (may_stride or value.is_contiguous()):
+                must_be = f"{dtype or value.dtype}" + ("" if may_stride else ", dense")
+                raise ValueError(
+                    f"{name}: {argument} is {value.dtype} with strides {value.stride()}; "
+                    f"it must be {must_be}"
+                )
+            given.append(value.data_ptr())
         function(*given, torch.get_num_threads())
-
-    def _address(self, function: str, argument: str, kind: str, tensor: Tensor) -> int:
-        dtype = self._formats.get(kind, tensor.dtype)
-        if tensor.dtype is not dtype or not (kind == "S" or tensor.is_contiguous()):
-            raise ValueError(
-                f"{function}: {argument} is {tensor.dtype} with strides {tensor.stride()}; it "
-                f"must be {dtype}" + (", dense" if kind != "S" else "")
-            )
-        return tensor.data_ptr()
 
 
 class CpuKernels(Library):
@@ -218,10 +219,12 @@ def _dense_heads(x_TXD: Tensor) -> Tensor:
 def elementwise(*tensors: Tensor) -> CpuKernels | None:
     """All but paged_decode, for tensors of one number format; None: use the twins."""
     dtype = tensors[0].dtype
-    is_ours = dtype in ELEMENTS and all(
-        x.dtype is dtype and x.device.type == "cpu" and not x.requires_grad for x in tensors
-    )
-    return _kernels(dtype) if is_ours else None
+    if dtype not in ELEMENTS:
+        return None
+    for x in tensors:
+        if x.dtype is not dtype or not x.is_cpu or x.requires_grad:
+            return None
+    return _kernels(dtype)
 
 
 def paged_attention(
