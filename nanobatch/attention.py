@@ -1,9 +1,10 @@
-"""Attention over a paged cache, in torch: the oracle, and what a CPU runs for prompts.
+"""Attention over a paged cache, in torch: the oracle, and what runs where no kernel does.
 
 The keys of a sequence lie in blocks all over the cache; its block table says where. They are
 gathered into one contiguous piece and handed to torch's scaled_dot_product_attention, several
 sequences of like length together (sequence_groups.py). On a CPU with a C compiler sequences
-with one query go to cpu_kernels.c instead, which gathers nothing; on a GPU all go to Triton.
+with one query go to cpu_kernels.c instead, which gathers nothing, and with AMX those with
+several, in bfloat16, to cpu_prefill.c; on a GPU all go to Triton.
 
 Always holds (invariant 14): what lies in slots past a sequence's end never reaches an
 output. It may be NaN, so a mask on the scores does not suffice (0 * NaN is NaN): the gathered
@@ -23,13 +24,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nanobatch import cpu_kernels
+from nanobatch import cpu_kernels, cpu_library
 from nanobatch.attention_masks import causal_mask
 from nanobatch.batch import Batch
 from nanobatch.config import ATTENTION_BACKENDS, check_choice
 from nanobatch.fused_kernels import HAS_TRITON, rope_and_write
 from nanobatch.launch_plan import next_power_of_two
-from nanobatch.sequence_groups import decodes, make_groups
+from nanobatch.sequence_groups import decodes, make_groups, pieces
 
 
 def masked_attention(
@@ -73,7 +74,7 @@ def choose_backend(backend: str, on_cuda: bool, block_size: int) -> str:
     """What `backend` comes to for a cache on a GPU or on a CPU: "torch", "triton" or "c".
 
     "auto" is Triton on CUDA, where it is installed and the block size is a power of two; C on
-    a CPU with a C compiler: for sequences with one query, others are torch's.
+    a CPU with a C compiler: what it has no kernel for is torch's.
 
     Raises:
         ValueError: "triton" was asked for and cannot be had: not installed, a block size that
@@ -82,7 +83,7 @@ def choose_backend(backend: str, on_cuda: bool, block_size: int) -> str:
     """
     check_choice("attention_backend", backend, ATTENTION_BACKENDS)
     is_power_of_two = next_power_of_two(block_size) == block_size
-    has_c = not on_cuda and cpu_kernels.compiler() is not None
+    has_c = not on_cuda and cpu_library.compiler() is not None
     if backend == "auto":
         has_triton = on_cuda and HAS_TRITON and is_power_of_two
         return "triton" if has_triton else "c" if has_c else "torch"
@@ -147,14 +148,12 @@ def paged_attention(
             sliding_window=sliding_window, softcap=softcap,
         )  # fmt: skip
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-    in_c = backend == "c" and softcap is None
-    kernels = cpu_kernels.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD) if in_c else None
-    if kernels is not None:
-        rows = batch.once(("decodes", sliding_window), lambda: decodes(batch, sliding_window))
-        kernels.paged_decode(
-            q_THD.contiguous(), k_cache_NKPD, v_cache_NKPD, *rows, scale, out_THD
+    done = (False, False)
+    if backend == "c" and softcap is None:
+        done = _attend_in_c(
+            q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale, sliding_window, out_THD
         )
-    how = (K, P, sliding_window, kernels is None)
+    how = (K, P, sliding_window, *(not kind for kind in done))
     for group in batch.once(("groups", *how), lambda: list(make_groups(batch, *how))):
         q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
         out_SHTD = masked_attention(
@@ -168,6 +167,31 @@ def paged_attention(
         )
         out_THD[group.tokens] = out_SHTD.transpose(1, 2).flatten(0, 1)
     return out_THD
+
+
+def _attend_in_c(
+    q_THD: Tensor,
+    k_cache_NKPD: Tensor,
+    v_cache_NKPD: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    out_THD: Tensor,
+) -> tuple[bool, bool]:
+    """What C has kernels for; returns whether that is (decodes, prefills)."""
+    q_THD, caches = q_THD.contiguous(), (k_cache_NKPD, v_cache_NKPD)
+    decode = cpu_kernels.paged_attention(q_THD, *caches)
+    if decode is not None:
+        rows = batch.once(("decodes", window), lambda: decodes(batch, window))
+        decode.paged_decode(q_THD, *caches, *rows, scale, out_THD)
+    if batch.max_query_len == 1:
+        return decode is not None, True
+    prefill = cpu_kernels.paged_prefill(q_THD, *caches)
+    if prefill is not None:
+        max_len = cpu_kernels.MAX_PREFILL_ROWS * k_cache_NKPD.shape[1] // q_THD.shape[1]
+        tables_SB, pieces_I4 = batch.once(("pieces", max_len), lambda: pieces(batch, max_len))
+        prefill.paged_prefill(q_THD, *caches, tables_SB, pieces_I4, window, scale, out_THD)
+    return decode is not None, prefill is not None
 
 
 def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,15 +178,26 @@ GGUF_NAMES = {
 }
 
 
+def _gguf_reader(file: Path):
+    """gguf's reader on a plain array: a vocabulary is 500,000 slices, and those of a memmap
+    take 2 s longer."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        def _get(self, *args, **kwargs):
+            self.data = self.data.view(np.ndarray)
+            return super()._get(*args, **kwargs)
+
+    return Reader(file)
+
+
 class GgufFile:
     """One .gguf file: dequantized as it is read."""
 
     def __init__(self, file: Path):
-        from gguf import GGUFReader
-
         self._file = file
         try:
-            reader = GGUFReader(file)
+            reader = _gguf_reader(file)
             self._tensors = {t.name: t for t in reader.tensors}
             self._fields = reader.fields
         except Exception as error:  # the reader raises whatever its numpy views raise
@@ -255,7 +267,9 @@ class GgufFile:
         except (NotImplementedError, ValueError) as error:
             raise ValueError(f"{self._file}: {gguf_name} cannot be read: {error}") from error
         self._unread.discard(gguf_name)
-        weight = torch.from_numpy(numbers.copy()).view(shape)
+        if not numbers.flags.writeable:  # the file itself
+            numbers = numbers.copy()
+        weight = torch.from_numpy(numbers).view(shape)
         is_llama = self.config.architecture == LLAMA
         if is_llama and part in ("self_attn.q_proj", "self_attn.k_proj"):
             weight = self._half_split(weight)

@@ -1,7 +1,8 @@
-"""The CPU's kernels, in C: built when first needed, called by address.
+"""The CPU's kernels, in C (cpu_library.py builds and calls them).
 
     fused_kernels.py  --elementwise(x)-->         CpuKernels  --ctypes-->  cpu_kernels.c
     attention.py      --paged_attention(q, k)-->  CpuKernels
+                      --paged_prefill(q, k)-->    CpuPrefill  --ctypes-->  cpu_prefill.c
     model.py          --products(weight)-->       CpuMatmul   --ctypes-->  cpu_matmul.c
 
 torch's operations each read and write all of their numbers and share them between the cores
@@ -9,15 +10,17 @@ anew, and a decoding step has some thirty of them in each layer. SmolLM2-135M in
 cores of a Xeon with AMX (2026-11-30, ms):
 
                                                          torch      here
-    attention of a layer, 64 sequences of 250 tokens     3.6        0.75    no gathered copy
-    the layers' products, 1 to 16 rows                   21 - 25    12      weights laid out
-                          64 rows                        39         24      once, read in order
-    the 32 best of 49,152 logits, 64 rows                4.1        2.2
-    RMSNorm with residual, 64 rows                       0.05       0.02
+    decode: a layer's attention, 64 sequences of 250     3.6        0.75    no gathered copy
+            the layers' products, 1 to 16 rows           12 - 13    5 - 6   weights laid out
+                                  64 rows                19         11      once, read in order
+            the 32 best of 49,152 logits, 64 rows        4.1        2.2
+            RMSNorm with residual, 64 rows               0.05       0.02
+    prefill: a layer's attention, 768 tokens             1.8        0.9     keys packed once
+             the last 512 of them, as a chunk            1.9        0.8     and no mask
+             gate, up and SiLU, 1024 tokens              2.0        1.5     in one
 
 Nothing needs them: without a C compiler, in other number formats, and where gradients are
-wanted, there is None, and the callers' torch twins run. A library is kept in the user's cache
-directory under a hash of source, compiler, flags and CPU.
+wanted, there is None, and the callers' torch twins run.
 
 Always holds: they say what their twins say, to the rounding of the number format; a token of
 slot -1 is written nowhere, and nothing past a sequence's end is read (invariant 14).
@@ -27,88 +30,16 @@ Sources: flash decoding (Dao et al., 2023); vLLM's CPU backend, compiled for its
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nanobatch.cpu_library import ELEMENTS, Library, build
 from nanobatch.device import cpu_has
 
-HERE = Path(__file__).parent
-ELEMENTS = {torch.bfloat16: {"ELEM_BF16": 1}, torch.float32: {}}
-FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-# Sums in any order, as vectors need it. Not -ffast-math: NaN must stay NaN (invariant 15).
-FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
-if platform.machine() == "x86_64":
-    FLAGS += ["-mprefer-vector-width=512"]
+MAX_PREFILL_ROWS = 256  # ROWS of cpu_prefill.c
 MAX_NUMBERS = 2**14  # that attention keeps on the stack, G * (2 D + P)
-
-
-@functools.cache
-def compiler() -> str | None:
-    """The C compiler that would be used: $CC (or cc), else gcc."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc"))), None)
-
-
-# The arguments of each function, but for the number of threads, which comes last.
-#     pointers to dense numbers: E of the library's format, F float32, I int32, L int64
-#     S as E, but with strides;  V of a format that another argument tells
-#     numbers: i int, l int64, f float
-SIGNATURES = {
-    "rms_norm": "x:E residual:F weight:E eps:f T:i E:i sum:F out:E",
-    "silu_mul": "gate_up:E T:i F:i out:E",
-    "rope_and_write": "q:S k:S v:S q_stride:l k_stride:l v_stride:l cos:F sin:F slot_mapping:L "
-    "T:i H:i K:i P:i D:i k_cache:E v_cache:E out:E",
-    "top_ids": "x:E S:i V:i k:i ids:L",
-    "paged_decode": "q:E k_cache:E v_cache:E block_tables:I B:i token:L start:I end:I "
-    "S:i K:i scale:f out:E",
-    "matmul": "x:E packed:E bias:E M:i N:i K:i is_float:i out:V",
-}
-NUMBERS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
-FORMATS = {"F": torch.float32, "I": torch.int32, "L": torch.int64}
-
-
-class Library:
-    """A compiled file's functions, called with tensors for pointers. C looks at no type and no
-    bound, so what it is given is checked here."""
-
-    def __init__(self, file: Path, dtype: torch.dtype):
-        self.library = ctypes.CDLL(str(file))
-        formats = FORMATS | {"E": dtype, "S": dtype}
-        self._functions = {}
-        for name, signature in SIGNATURES.items():
-            if hasattr(self.library, name):
-                function = getattr(self.library, name)
-                arguments = [text.split(":") for text in signature.split()]
-                types = [NUMBERS.get(kind, ctypes.c_void_p) for _, kind in arguments]
-                function.argtypes, function.restype = [*types, ctypes.c_int], None
-                wanted = [(a, formats.get(kind), kind == "S") for a, kind in arguments]
-                self._functions[name] = function, wanted
-
-    def _call(self, name: str, *values: Tensor | float | None) -> None:
-        function, wanted = self._functions[name]
-        given = []
-        for (argument, dtype, may_stride), value in zip(wanted, values, strict=True):
-            if not isinstance(value, Tensor):
-                given.append(value)
-                continue
-            is_right = dtype is None or value.dtype is dtype
-            if not is_right or not (may_stride or value.is_contiguous()):
-                must_be = f"{dtype or value.dtype}" + ("" if may_stride else ", dense")
-                raise ValueError(
-                    f"{name}: {argument} is {value.dtype} with strides {value.stride()}; "
-                    f"it must be {must_be}"
-                )
-            given.append(value.data_ptr())
-        function(*given, torch.get_num_threads())
 
 
 class CpuKernels(Library):
@@ -187,8 +118,37 @@ class CpuKernels(Library):
         )  # fmt: skip
 
 
+class CpuPrefill(Library):
+    """cpu_prefill.c for one shape of cache."""
+
+    def paged_prefill(
+        self,
+        q_THD: Tensor,
+        k_cache_NKPD: Tensor,
+        v_cache_NKPD: Tensor,
+        block_tables_SB: Tensor,
+        pieces_I4: Tensor,
+        window: int | None,
+        scale: float,
+        out_THD: Tensor,
+    ) -> None:
+        """Attention of pieces of sequences, into their rows of out_THD.
+
+        Args:
+            pieces_I4: int32: sequence, first token of T, how many (at most
+                MAX_PREFILL_ROWS / G), position of the first. Others: as in paged_decode.
+        """
+        B, num_pieces, K = block_tables_SB.shape[1], len(pieces_I4), k_cache_NKPD.shape[1]
+        self._call(
+            "paged_prefill", q_THD, k_cache_NKPD, v_cache_NKPD, block_tables_SB, B,
+            pieces_I4, num_pieces, K, window or 0, scale, out_THD,
+        )  # fmt: skip
+
+
 class CpuMatmul(Library):
     """cpu_matmul.c: products with weights that were laid out for it."""
+
+    FORMS = ("bfloat16", "float", "gated")
 
     def pack(self, weight_NK: Tensor) -> Tensor:
         """Panels of 32 columns; in each, for 32 k, two tiles: 16 pairs of k, 16 columns."""
@@ -200,12 +160,21 @@ class CpuMatmul(Library):
         self, x_TE: Tensor, packed: Tensor, bias_F: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """[T, F] in bfloat16 or float32: x times a weight [F, E] as pack() laid it out."""
+        form = "float" if dtype == torch.float32 else "bfloat16"
+        return self._product(x_TE, packed, bias_F, form, packed.shape[0] * 32, dtype)
+
+    def gated_product(self, x_TE: Tensor, packed: Tensor, bias_F: Tensor | None) -> Tensor:
+        """[T, F / 2]: of each 32 columns of the product the SiLU of the first 16 times the
+        others, which no product in memory comes between."""
+        num_columns = packed.shape[0] * 16
+        return self._product(x_TE, packed, bias_F, "gated", num_columns, x_TE.dtype)
+
+    def _product(self, x_TE, packed, bias_F, form, num_columns, dtype) -> Tensor:
         x_TE = x_TE.contiguous()
         (T, E), F = x_TE.shape, packed.shape[0] * 32
-        out_TF = torch.empty(T, F, dtype=dtype)
-        is_float = dtype == torch.float32
-        self._call("matmul", x_TE, packed, bias_F, T, F, E, is_float, out_TF)
-        return out_TF
+        out = torch.empty(T, num_columns, dtype=dtype)
+        self._call("matmul", x_TE, packed, bias_F, T, F, E, self.FORMS.index(form), out)
+        return out
 
 
 def _dense_heads(x_TXD: Tensor) -> Tensor:
@@ -239,11 +208,29 @@ def paged_attention(
     return _kernels(q_THD.dtype, HEAD_DIM=D, GROUP=G, BLOCK=P)
 
 
+def paged_prefill(
+    q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor
+) -> CpuPrefill | None:
+    """For these, if they are bfloat16 on a CPU with tiles; None: use torch's."""
+    (_, H, D), (_, K, P, _) = q_THD.shape, k_cache_NKPD.shape
+    G, steps_left_over = H // K, D % 32
+    has_shape = G <= MAX_PREFILL_ROWS and steps_left_over == 0 and D <= 256
+    if not has_shape or not _has_tiles_for(q_THD, k_cache_NKPD, v_cache_NKPD):
+        return None
+    return _tiled(CpuPrefill, "cpu_prefill.c", HEAD_DIM=D, GROUP=G, BLOCK=P)
+
+
 def products(weight_NK: Tensor) -> CpuMatmul | None:
     """For a product with this weight; None: use torch's."""
-    is_ours = weight_NK.dtype == torch.bfloat16 and elementwise(weight_NK) is not None
     is_whole = all(size % 32 == 0 for size in weight_NK.shape)
-    return _products() if is_ours and is_whole and has_amx() else None
+    if not is_whole or not _has_tiles_for(weight_NK):
+        return None
+    return _tiled(CpuMatmul, "cpu_matmul.c")
+
+
+def _has_tiles_for(*tensors: Tensor) -> bool:
+    is_bfloat16 = tensors[0].dtype == torch.bfloat16
+    return is_bfloat16 and elementwise(*tensors) is not None and has_amx()
 
 
 def has_amx() -> bool:
@@ -253,55 +240,12 @@ def has_amx() -> bool:
 
 @functools.cache
 def _kernels(dtype: torch.dtype, **sizes: int) -> CpuKernels | None:
-    file = _build("cpu_kernels.c", ELEMENTS[dtype] | sizes)
+    file = build("cpu_kernels.c", ELEMENTS[dtype] | sizes)
     return None if file is None else CpuKernels(file, dtype)
 
 
 @functools.cache
-def _products() -> CpuMatmul | None:
-    file = _build("cpu_matmul.c", ELEMENTS[torch.bfloat16])
-    kernels = None if file is None else CpuMatmul(file, torch.bfloat16)
-    return kernels if kernels is not None and kernels.library.matmul_init() == 0 else None
-
-
-def _build(source: str, constants: dict[str, int]) -> Path | None:
-    """Compile, or take what was compiled before; None where that cannot be done."""
-    cc = compiler()
-    if cc is None:
-        return None
-    defines = [f"-D{name}={value}" for name, value in constants.items()]
-    try:
-        file = _cache_directory() / f"{_key(cc, source, defines)}.so"
-        if not file.exists():
-            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-                built = Path(folder) / file.name
-                command = [cc, *FLAGS, *defines, str(HERE / source), "-o", str(built), "-lm"]
-                subprocess.run(command, check=True, capture_output=True)
-                built.replace(file)  # whole or not at all, whoever else builds it
-        return file
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _key(cc: str, source: str, defines: list[str]) -> str:
-    """A hash of all that the library depends on."""
-    texts = [(HERE / name).read_bytes() for name in (source, "cpu_elem.h")]
-    text = repr((texts, FLAGS, defines, _machine(cc)))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-@functools.cache
-def _machine(cc: str) -> tuple[bytes, list[str]]:
-    """The compiler's version, and the CPU that -march=native means."""
-    version = subprocess.run([cc, "--version"], check=True, capture_output=True).stdout
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-    return version, cpu[:2]
-
-
-def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(home) / "nanobatch"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+def _tiled(kind: type[Library], source: str, **sizes: int) -> Library | None:
+    file = build(source, ELEMENTS[torch.bfloat16] | sizes)
+    kernels = None if file is None else kind(file, torch.bfloat16)
+    return kernels if kernels is not None and kernels.library.tiles_init() == 0 else None

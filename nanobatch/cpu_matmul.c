@@ -4,42 +4,27 @@
    the weights lie in memory in the very order in which they are read: panels of 32 columns n,
    each a run of steps of 32 k, each two tiles B (CpuMatmul.pack).
 
-       tile A, 1 KiB: 16 rows m x 32 k, read where they lie in x
-       tile B, 1 KiB: 16 pairs of k x 16 columns n x the two of the pair
-       tile C, 1 KiB: 16 rows m x 16 columns n of float sums; C += A * B
-
    32 rows by 32 columns are summed at a time: with 4 C, 2 A and 2 B these are all 8 tiles there
-   are. A panel (36 KiB for K = 576) stays in the nearest cache while CHUNK rows pass by it. */
+   are. Up to FEW rows pass panel by panel; each pass asks the memory for its share of the next
+   one. With more, GROUP bytes of panels stay in a core's second cache, and each 32 rows pass all
+   of them, so that out is written along its rows.
 
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+   Of up to MANY rows each core has some neighbouring columns: dealing panels out in turn cost a
+   64-row product a third, for cores that write to neighbouring lines take them from each other.
+   Of more rows each core has some, the same in every product and norm: they stay in its cache. */
 
-#include "cpu_elem.h"
+#include <omp.h>
 
-enum { SIDE = 16, STEP = 32, TILE = 512, AHEAD = 8, CHUNK = 512 };
+#include "cpu_tiles.h"
 
-/* Asks Linux for the tile registers; 0 if they are to be had. */
-int matmul_init(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
-}
+enum { FEW = 128, MANY = 256, GROUP = 1 << 19 };
 
-/* Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. A and C have `upper` rows and, below them, `lower`. */
-static void configure(int upper, int lower) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    int rows[8] = {upper, upper, lower, lower, upper, lower, SIDE, SIDE};
-    for (int i = 0; i < 8; i++) config.rows[i] = rows[i], config.bytes[i] = rows[i] ? 64 : 0;
-    _tile_loadconfig(&config);
-}
+typedef float block[2][2][SIDE][SIDE]; /* upper and lower rows, left and right columns */
 
-/* The sums of a panel's 32 columns for up to 32 rows; is_first: it comes from memory. */
-static inline void multiply(const elem *x, const elem *panel, int K, int lower, int is_first,
-                            float c[4][SIDE][SIDE]) {
+/* The sums of a panel's 32 columns for up to 32 rows, while `lines` of 64 bytes a step are on
+   their way from `ahead`. */
+static inline void multiply(const elem *x, const elem *panel, int K, int lower,
+                            const elem *ahead, int lines, block sums) {
     _tile_zero(0);
     _tile_zero(1);
     if (lower) {
@@ -47,8 +32,8 @@ static inline void multiply(const elem *x, const elem *panel, int K, int lower, 
         _tile_zero(3);
     }
     for (int k = 0; k < K; k += STEP, panel += 2 * TILE) {
-        for (int i = 0; is_first && i < 2 * TILE; i += 64 / sizeof(elem)) /* ask in time */
-            _mm_prefetch((const char *)(panel + AHEAD * 2 * TILE + i), _MM_HINT_T0);
+        for (int i = 0; i < lines; i++, ahead += 64 / sizeof(elem))
+            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
         _tile_loadd(4, x + k, K * sizeof(elem));
         _tile_loadd(6, panel, 64);
         _tile_loadd(7, panel + TILE, 64);
@@ -60,45 +45,69 @@ static inline void multiply(const elem *x, const elem *panel, int K, int lower, 
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, c[0], 64);
-    _tile_stored(1, c[1], 64);
+    _tile_stored(0, sums[0][0], 64);
+    _tile_stored(1, sums[0][1], 64);
     if (lower) {
-        _tile_stored(2, c[2], 64);
-        _tile_stored(3, c[3], 64);
+        _tile_stored(2, sums[1][0], 64);
+        _tile_stored(3, sums[1][1], 64);
     }
 }
 
-/* out [M, N], float or bfloat16; N and K multiples of 32; bias_N may be NULL. */
+/* What becomes of the sums. */
+enum { BFLOAT16, FLOAT, GATED };
+
+/* A block, with bias, to its place in out, where `stride` elements lie between rows. */
+static inline void write_out(block sums, int rows, const elem *bias, int form, void *out,
+                             int64_t stride) {
+    __m512 left_bias = _mm512_setzero_ps(), right_bias = left_bias;
+    if (bias) {
+        __m512i both = _mm512_loadu_si512(bias);
+        left_bias = widen(_mm512_castsi512_si256(both));
+        right_bias = widen(_mm512_extracti64x4_epi64(both, 1));
+    }
+    for (int row = 0; row < rows; row++) {
+        __m512 left = _mm512_load_ps(sums[row / SIDE][0][row % SIDE]) + left_bias;
+        __m512 right = _mm512_load_ps(sums[row / SIDE][1][row % SIDE]) + right_bias;
+        elem *to = (elem *)out + row * stride * (form == FLOAT ? 2 : 1);
+        if (form == FLOAT) {
+            _mm512_storeu_ps(to, left);
+            _mm512_storeu_ps((float *)to + SIDE, right);
+        } else if (form == GATED)
+            _mm256_storeu_si256((__m256i *)to, narrow(left / (1 + exp_16(-left)) * right));
+        else
+            store_pair(to, left, right);
+    }
+}
+
+/* out [M, N] of float or bfloat16, or GATED, bfloat16 [M, N / 2]: of each 32 columns the SiLU
+   of the first 16 times the others. N and K are multiples of 32; bias_N may be NULL. */
 void matmul(const elem *x_MK, const elem *packed, const elem *bias_N, int M, int N, int K,
-            int is_float, void *out_MN, int num_threads) {
+            int form, void *out_MN, int num_threads) {
+    int panel_bytes = 32 * K * sizeof(elem), many = GROUP < panel_bytes ? 1 : GROUP / panel_bytes;
+    int group = 32 * (M <= FEW ? 1 : many), by_rows = M > MANY;
+    int passes = (M + 31) / 32, lines = M <= FEW ? (32 + passes - 1) / passes : 0;
+    int64_t stride = form == GATED ? N / 2 : N, panel_out = (form == GATED ? 16 : 32);
+    panel_out *= form == FLOAT ? sizeof(float) : sizeof(elem);
 #pragma omp parallel num_threads(num_threads)
     {
-        float c[4][SIDE][SIDE] __attribute__((aligned(64)));
-        int configured = 0;
-        for (int chunk = 0; chunk < M; chunk += CHUNK)
-#pragma omp for schedule(dynamic) nowait
-            for (int n = 0; n < N; n += 32) {
-                int end = M - chunk < CHUNK ? M : chunk + CHUNK;
-                for (int m = chunk; m < end; m += 2 * SIDE) {
-                    int rows = end - m < 2 * SIDE ? end - m : 2 * SIDE;
-                    int upper = rows < SIDE ? rows : SIDE, lower = rows - upper;
-                    if (rows != configured) configure(upper, lower), configured = rows;
-                    multiply(x_MK + (int64_t)m * K, packed + (int64_t)n * K, K, lower,
-                             m == chunk, c);
-                    for (int i = 0; i < 2 * rows; i++) { /* half a row of 32 each */
-                        int row = i / 2, half = i % 2;
-                        __m512 sum = _mm512_load_ps(c[row / SIDE * 2 + half][row % SIDE]);
-                        int64_t column = n + half * SIDE, at = (int64_t)(m + row) * N + column;
-                        if (bias_N) {
-                            const __m256i *bias = (const __m256i *)(bias_N + column);
-                            sum += _mm512_cvtpbh_ps((__m256bh)_mm256_loadu_si256(bias));
-                        }
-                        if (is_float)
-                            _mm512_storeu_ps((float *)out_MN + at, sum);
-                        else
-                            _mm256_storeu_si256((__m256i *)((elem *)out_MN + at),
-                                                (__m256i)_mm512_cvtneps_pbh(sum));
-                    }
+        block sums __attribute__((aligned(64)));
+        int64_t me = omp_get_thread_num(), all = omp_get_num_threads(), configured = 0;
+        int64_t shares = by_rows ? (M + 31) / 32 : N / 32; /* 32 rows or columns each */
+        int from = shares * me / all * 32, to = shares * (me + 1) / all * 32;
+        int m_start = by_rows ? from : 0, m_end = by_rows && to < M ? to : M;
+        int n_start = by_rows ? 0 : from, n_end = by_rows ? N : to;
+        for (int first = n_start; first < n_end; first += group)
+            for (int m = m_start; m < m_end; m += 2 * SIDE) {
+                int rows = m_end - m < 2 * SIDE ? m_end - m : 2 * SIDE;
+                int upper = rows < SIDE ? rows : SIDE, lower = rows - upper;
+                if (rows != configured) configure(upper, lower), configured = rows;
+                for (int n = first; n < first + group && n < n_end; n += 32) {
+                    const elem *panel = packed + (int64_t)n * K;
+                    const elem *ahead = panel + 32 * K + m / 32 * lines * K;
+                    multiply(x_MK + (int64_t)m * K, panel, K, lower, ahead, lines, sums);
+                    int64_t at = ((int64_t)m * (N / 32) + n / 32) * panel_out;
+                    write_out(sums, rows, bias_N ? bias_N + n : NULL, form,
+                              (char *)out_MN + at, stride);
                 }
             }
         _tile_release();

@@ -2,6 +2,7 @@
 
     resolve_device     "auto" is a CUDA GPU where torch sees one, else the CPU
     resolve_dtype      "auto" is what the device multiplies fast
+    cache_directory    where what was built or converted once is kept
     cache_bytes        what a GPU has left for the KV cache once everything else has its share
 
     a GPU's memory    [ others | weights | one step's tensors | the same for graphs | cache | ]
@@ -12,6 +13,8 @@ Source: vLLM, which also measures one step of the largest size before it sizes i
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -53,6 +56,18 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def cpu_has(feature: str) -> bool:
     """Whether the CPU has a feature by torch's name for it, "amx_bf16" for one."""
     return bool(getattr(torch.cpu, "get_capabilities", dict)().get(feature))
+
+
+def cache_directory() -> Path:
+    """In the user's: $XDG_CACHE_HOME, else ~/.cache.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(home) / "nanobatch"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 class GpuMemory(NamedTuple):

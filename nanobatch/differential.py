@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanobatch import cpu_kernels
+from nanobatch import cpu_library
 from nanobatch.config import (
     ADMISSIONS,
     BATCHING,
@@ -168,7 +168,7 @@ class Differential:
     def _backends(self) -> list[str]:
         if self.model.embed.weight.is_cuda:
             return ["torch", "triton"] if HAS_TRITON else ["torch"]
-        return ["torch", "c"] if cpu_kernels.compiler() else ["torch"]
+        return ["torch", "c"] if cpu_library.compiler() else ["torch"]
 
     def _draw_asks(self) -> list[Ask]:
         rng, vocab_size = self.rng, self.model.config.vocab_size

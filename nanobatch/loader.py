@@ -19,10 +19,13 @@ Source: the names are those of Hugging Face's modeling files.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import json
-import os.path
+import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +33,7 @@ import torch
 
 from nanobatch.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
 from nanobatch.config import ModelConfig
+from nanobatch.device import cache_directory
 from nanobatch.hf_config import to_hf_config
 from nanobatch.model import Decoder
 from nanobatch.shapes import MODEL_SHAPES
@@ -143,14 +147,40 @@ def _tokenizer_of(directory: Path, gguf_file: Path | None = None) -> Tokenizer |
         return ByteTokenizer()
     if gguf_file is None and not (directory / "tokenizer.json").exists():
         return None
-    from transformers import AutoTokenizer
-
-    source = {} if gguf_file is None else {"gguf_file": gguf_file.name}
     try:
-        return HFTokenizer(AutoTokenizer.from_pretrained(directory, **source))
+        if gguf_file is None:
+            return _read_tokenizer(directory)
+        return _gguf_tokenizer(gguf_file)
     except Exception as error:
         where = gguf_file or directory / "tokenizer.json"
         raise ValueError(f"{where}: the tokenizer cannot be read: {error}") from error
+
+
+def _read_tokenizer(directory: Path, **source: str) -> HFTokenizer:
+    from transformers import AutoTokenizer
+
+    return HFTokenizer(AutoTokenizer.from_pretrained(directory, **source))
+
+
+def _gguf_tokenizer(file: Path) -> HFTokenizer:
+    """transformers takes 3 s to convert a vocabulary of 49,152: what it made is kept."""
+    import transformers
+
+    stat = file.stat()
+    what = (str(file.resolve()), stat.st_size, stat.st_mtime_ns, transformers.__version__)
+    key = hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+    kept = None
+    with contextlib.suppress(OSError, ValueError):  # then it is converted anew
+        kept = cache_directory() / f"tokenizer-{key}"
+        if kept.exists():
+            return _read_tokenizer(kept)
+    tokenizer = _read_tokenizer(file.parent, gguf_file=file.name)
+    with contextlib.suppress(OSError):
+        if kept is not None:
+            folder = Path(tempfile.mkdtemp(dir=kept.parent))
+            tokenizer.hf.save_pretrained(folder)
+            folder.replace(kept)  # whole or not at all
+    return tokenizer
 
 
 def _sources(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:

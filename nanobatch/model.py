@@ -45,22 +45,44 @@ class Linear(nn.Linear):
     """A matrix product; its weights may be laid out for a CPU's tiles (cpu_matmul.c)."""
 
     packed: Tensor | None = None
+    packed_bias: Tensor | None = None
+
+    def reset_parameters(self) -> None:
+        """Nothing: the numbers come from a checkpoint."""
 
     def pack(self, keep: bool = False) -> None:
         """Lay the weights out, if this CPU has tiles. `weight` keeps its shape, and its numbers
         if it is to keep them."""
         kernels = cpu_kernels.products(self.weight)
         if self.packed is None and kernels is not None:
-            self.packed, self._kernels = kernels.pack(self.weight), kernels
+            self.packed, self._kernels = kernels.pack(self._ordered(self.weight)), kernels
+            self.packed_bias = None if self.bias is None else self._ordered(self.bias.data)
             if not keep:
                 self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        """The weight's rows, or the bias, in the order of the packed columns."""
+        return rows
 
     def forward(self, x_TE: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[T, F] in dtype; by default that of x."""
         dtype = x_TE.dtype if dtype is None else dtype
         if self.packed is None:
             return super().forward(x_TE).to(dtype)
-        return self._kernels.product(x_TE, self.packed, self.bias, dtype)
+        return self._kernels.product(x_TE, self.packed, self.packed_bias, dtype)
+
+
+class GateUp(Linear):
+    """The MLP's first product, and SiLU of its first half times the second: [T, F / 2]."""
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        """16 of the gate's, then 16 of the others, in turns: they meet in one block."""
+        return rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        if self.packed is None:
+            return silu_mul(super().forward(x_TE))
+        return self._kernels.gated_product(x_TE, self.packed, self.packed_bias)
 
 
 class DecoderLayer(nn.Module):
@@ -79,7 +101,7 @@ class DecoderLayer(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.o = Linear(H * D, E, bias=config.o_bias)
         self.mlp_norm = RMSNorm(E, config.rms_norm_eps)
-        self.gate_up = Linear(E, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.gate_up = GateUp(E, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, E, bias=config.mlp_bias)
 
     def forward(
@@ -99,7 +121,7 @@ class DecoderLayer(nn.Module):
             k_TKD, _ = self.k_norm(k_TKD)
         out_THD = attend(self.layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, self.window)
         x_TE, residual_TE = self.mlp_norm(self.o(out_THD.flatten(1)), residual_TE)
-        return self.down(silu_mul(self.gate_up(x_TE))), residual_TE
+        return self.down(self.gate_up(x_TE)), residual_TE
 
 
 class Decoder(nn.Module):
@@ -108,7 +130,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        embed_VE = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed = nn.Embedding.from_pretrained(embed_VE)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)

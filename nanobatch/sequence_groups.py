@@ -38,6 +38,23 @@ def decodes(batch: Batch, window: int | None) -> tuple[Tensor, Tensor, Tensor, T
     return batch.block_tables_SB[is_decode_S].int(), token_S, start_S, end_S
 
 
+def pieces(batch: Batch, max_len: int) -> tuple[Tensor, Tensor]:
+    """Of the sequences with several queries: all block tables, and int32 [I, 4] pieces of at
+    most max_len queries: sequence, first token, number of tokens, position of the first.
+
+    The last ones of a sequence see the most keys: they come first.
+    """
+    starts = batch.query_start_loc.tolist()
+    found = []
+    for row, seq_len in enumerate(batch.seq_lens_S.tolist()):
+        start, end = starts[row], starts[row + 1]
+        if end - start > 1:
+            for first in range(start, end, max_len):
+                found.append((row, first, min(max_len, end - first), seq_len - end + first))
+    found.sort(key=lambda piece: piece[3], reverse=True)
+    return batch.block_tables_SB, torch.tensor(found, dtype=torch.int32).view(-1, 4)
+
+
 @dataclass
 class Group:
     """Sequences that are attended together: S of them, with T queries each.
@@ -67,7 +84,12 @@ class Group:
 
 
 def make_groups(
-    batch: Batch, num_kv_heads: int, block_size: int, window: int | None, with_decodes: bool
+    batch: Batch,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+    with_decodes: bool,
+    with_prefills: bool,
 ) -> Iterator[Group]:
     """Single-query sequences in groups of like length, then each longer one alone."""
     how = (num_kv_heads, block_size, window)
@@ -85,7 +107,7 @@ def make_groups(
         tokens = batch.query_start_loc[rows].long()
         yield _make_group(batch, rows, tokens, *how)
     for row, query_len in enumerate(query_lens):
-        if query_len > 1:
+        if query_len > 1 and with_prefills:
             tokens = slice(starts[row], starts[row + 1])
             yield _make_group(batch, [row], tokens, *how)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from nanobatch import cpu_kernels, paged_attention, sequence_groups
+from nanobatch import cpu_kernels, cpu_library, paged_attention, sequence_groups
 from nanobatch.attention import PagedAttend, masked_attention
 from nanobatch.attention_masks import (
     block_diagonal_mask,
@@ -44,7 +44,7 @@ def kernels(request, monkeypatch):
     torch.manual_seed(0)
     if request.param == "torch":
         monkeypatch.setattr(cpu_kernels, "elementwise", lambda *x: None)
-    elif cpu_kernels.compiler() is None:
+    elif cpu_library.compiler() is None:
         pytest.skip("no C compiler")
 
 

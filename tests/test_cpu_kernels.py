@@ -2,21 +2,20 @@
 
 test_attention.py runs all of its tests with and without them, against float64. Here: sizes that
 are no multiple of a vector, both number formats, NaN, strided tokens, slot -1, and what happens
-where there is no compiler, a broken one, or a gradient is wanted.
+where there is no compiler, a broken one, or a gradient is wanted. What runs on tiles has
+test_cpu_tiles.py.
 """
 
 import pytest
 import torch
 
-from nanobatch import LLM, SamplingParams, cpu_kernels
+from nanobatch import LLM, SamplingParams, cpu_kernels, cpu_library
 from nanobatch.attention import choose_backend, paged_attention
 from nanobatch.batch import Row, pack
-from nanobatch.config import EngineConfig, ModelConfig, cdiv
+from nanobatch.config import cdiv
 from nanobatch.fused_kernels import rms_norm, rope_and_write, silu_mul, top_ids
-from nanobatch.loader import make_dummy
-from nanobatch.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(cpu_kernels.compiler() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="no C compiler")
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -215,7 +214,7 @@ def test_what_a_kernel_cannot_read_is_refused_by_name():
 def fresh(monkeypatch, tmp_path):
     """Nothing built yet, and a cache directory of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    caches = (cpu_kernels._kernels, cpu_kernels._products)
+    caches = (cpu_kernels._kernels, cpu_kernels._tiled)
 
     def clear():
         for cache in caches:
@@ -227,7 +226,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch, fresh):
-    monkeypatch.setattr(cpu_kernels, "compiler", lambda: None)
+    monkeypatch.setattr(cpu_library, "compiler", lambda: None)
     assert cpu_kernels.elementwise(torch.zeros(1)) is None
     assert cpu_kernels.products(torch.zeros(32, 32).bfloat16()) is None
     assert choose_backend("auto", on_cuda=False, block_size=16) == "torch"
@@ -240,7 +239,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch, fresh):
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/nowhere/cc"])
 def test_a_compiler_that_fails_is_none(monkeypatch, fresh, compiler):
-    monkeypatch.setattr(cpu_kernels, "compiler", lambda: compiler)
+    monkeypatch.setattr(cpu_library, "compiler", lambda: compiler)
     assert cpu_kernels.elementwise(torch.zeros(1)) is None
     assert cpu_kernels.products(torch.zeros(32, 32).bfloat16()) is None
 
@@ -266,69 +265,6 @@ def test_a_gpu_and_other_formats_have_other_kernels():
     assert cpu_kernels.elementwise(torch.zeros(1, device="meta")) is None
     with pytest.raises(ValueError, match="attention_backend is 'c'"):
         choose_backend("c", on_cuda=True, block_size=16)
-
-
-# ---- products on tiles -----------------------------------------------------------------
-
-needs_tiles = pytest.mark.skipif(not cpu_kernels.has_amx(), reason="this CPU has no AMX")
-
-
-@needs_tiles
-@pytest.mark.parametrize("N, K", [(32, 32), (96, 64), (64, 576)])
-@pytest.mark.parametrize("M", [1, 15, 16, 17, 32, 33, 511, 513, 1025])
-def test_products_equal_float64(M, N, K):
-    """Rows around the ends of tiles and of chunks; with and without a bias; in float32 to the
-    rounding of the sums."""
-    x, weight, bias = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N)
-    kernels = cpu_kernels.products(weight)
-    packed, bias = kernels.pack(weight), bias.bfloat16()
-    wanted = x.double() @ weight.double().T
-    found = kernels.product(x, packed, None, torch.float32)
-    torch.testing.assert_close(found.double(), wanted, atol=2e-4, rtol=1e-5)
-    found = kernels.product(x, packed, bias, torch.bfloat16)
-    wanted = wanted + bias.double()
-    torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=2**-8)
-
-
-@needs_tiles
-def test_a_row_of_nan_leaves_the_others_alone():
-    x, weight = torch.randn(20, 32).bfloat16(), torch.randn(32, 32).bfloat16()
-    x[7, 3] = NAN
-    kernels = cpu_kernels.products(weight)
-    out = kernels.product(x, kernels.pack(weight), None, torch.float32)
-    assert out[7].isnan().all() and out.isnan().any(dim=1).sum() == 1
-
-
-def small_model(vocab_size):
-    config = ModelConfig(
-        architecture="Qwen2ForCausalLM", vocab_size=vocab_size, hidden_size=64,
-        intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        max_position_embeddings=64, qkv_bias=True, tie_word_embeddings=True,
-    )  # fmt: skip
-    return make_dummy(config, torch.bfloat16)
-
-
-@needs_tiles
-@pytest.mark.parametrize("vocab_size", [100, 128])  # lm_head: as it is, and laid out
-def test_a_model_that_is_laid_out_is_the_same_model(vocab_size):
-    plain, packed = small_model(vocab_size), small_model(vocab_size)
-    ModelRunner(packed, EngineConfig(num_blocks=4))
-    layer, other = packed.layers[1], plain.layers[1]
-    assert layer.qkv.weight.shape == other.qkv.weight.shape and layer.qkv.weight.is_meta
-    assert not packed.lm_head.weight.is_meta
-    assert (packed.lm_head.packed is None) == (vocab_size == 100)
-    x = torch.randn(21, 64).bfloat16()
-    with torch.inference_mode():
-        torch.testing.assert_close(layer.qkv(x), other.qkv(x), atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(packed.logits(x), plain.logits(x), atol=3e-2, rtol=2e-2)
-        exact = x.float() @ plain.lm_head.weight.float().T
-        best = exact.argmax(dim=1)
-        torch.testing.assert_close(
-            packed.logits(x).gather(1, best[:, None]), exact.gather(1, best[:, None])
-        )
-    before = layer.qkv.packed
-    ModelRunner(packed, EngineConfig(num_blocks=4))
-    assert layer.qkv.packed is before, "laid out twice"
 
 
 def test_float32_models_are_left_alone():
