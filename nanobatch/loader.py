@@ -25,6 +25,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,7 @@ def _gguf_tokenizer(file: Path) -> HFTokenizer:
     what = (str(file.resolve()), stat.st_size, stat.st_mtime_ns, transformers.__version__)
     key = hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
     kept = None
-    with contextlib.suppress(OSError, ValueError):  # then it is converted anew
+    with contextlib.suppress(Exception):  # whatever it is, it is converted anew
         kept = cache_directory() / f"tokenizer-{key}"
         if kept.exists():
             return _read_tokenizer(kept)
@@ -179,6 +180,7 @@ def _gguf_tokenizer(file: Path) -> HFTokenizer:
         if kept is not None:
             folder = Path(tempfile.mkdtemp(dir=kept.parent))
             tokenizer.hf.save_pretrained(folder)
+            shutil.rmtree(kept, ignore_errors=True)
             folder.replace(kept)  # whole or not at all
     return tokenizer
 

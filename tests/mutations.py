@@ -85,7 +85,11 @@ MUTATIONS = {
     "c-slot-minus-one": Mutation("cpu_kernels.c", "        if (slot_T[t] < 0) continue;\n", "", "tests/test_cpu_kernels.py"),
     "c-nan-is-a-number": Mutation("cpu_elem.h", "return is_nan ? 0x7fc0 : ", "return ", "tests/test_cpu_kernels.py"),
     "c-last-of-equals": Mutation("cpu_kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/test_cpu_kernels.py"),
-    "tiles-lower-rows": Mutation("cpu_matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/test_cpu_kernels.py"),
+    "tiles-lower-rows": Mutation("cpu_matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/test_cpu_tiles.py"),
+    "gate-and-up-not-in-turns": Mutation("model.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/test_cpu_tiles.py"),
+    "prefill-sees-the-future": Mutation("cpu_prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/test_cpu_tiles.py"),
+    "prefill-no-shrink": Mutation("cpu_prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/test_cpu_tiles.py"),
+    "prefill-reads-the-tail": Mutation("cpu_prefill.c", "is_real = position < end;", "is_real = 1;", "tests/test_cpu_tiles.py"),
     # ---- sampling and text
     "top-k-after-top-p": Mutation("sampler.py", "    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)\n", "", "tests/test_sampler.py"),
     "top-p-drops-the-likeliest": Mutation("sampler.py", "    is_past_XV[:, 0] = False  # the likeliest token always stays\n", "", "tests/test_sampler.py"),

@@ -10,6 +10,7 @@ That good checkpoints are read right is the business of test_models.py.
 
 import importlib.util
 import json
+import os
 from math import prod
 from pathlib import Path
 from random import Random
@@ -619,6 +620,59 @@ def test_smollm2_comes_from_its_package_when_the_hub_has_no_weights(
     write_gguf(tmp_path)
     put_package(monkeypatch, SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     assert load("smollm2").tokenizer.encode("cab") == [2, V - 1]
+
+
+# ---- a GGUF's tokenizer is converted once ----------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path_factory, monkeypatch):
+    """Where converted tokenizers are kept, empty."""
+    directory = tmp_path_factory.mktemp("kept")
+    monkeypatch.setattr(loader, "cache_directory", lambda: directory)
+    return directory
+
+
+def read_tokenizers(monkeypatch):
+    """The list to which every reading of a tokenizer adds whether it is from a GGUF file."""
+    is_gguf, read = [], loader._read_tokenizer
+
+    def note(directory, **source):
+        is_gguf.append("gguf_file" in source)
+        return read(directory, **source)
+
+    monkeypatch.setattr(loader, "_read_tokenizer", note)
+    return is_gguf
+
+
+def test_a_gguf_s_tokenizer_is_converted_once(tmp_path, monkeypatch):
+    is_gguf, file = read_tokenizers(monkeypatch), write_gguf(tmp_path)
+    first, again = load(file).tokenizer, load(file).tokenizer
+    assert is_gguf == [True, False]
+    assert first.encode("cab") == again.encode("cab") == [2, V - 1]
+    assert first.decode([2, V - 1]) == again.decode([2, V - 1])
+    assert first.eos_token_ids == again.eos_token_ids
+    os.utime(file, (1, 1))  # another file, for all we know
+    load(file)
+    assert is_gguf == [True, False, True]
+
+
+def test_a_kept_tokenizer_that_cannot_be_read_is_converted_anew(tmp_path, monkeypatch, kept):
+    is_gguf, file = read_tokenizers(monkeypatch), write_gguf(tmp_path)
+    load(file)
+    [directory] = kept.iterdir()
+    (directory / "tokenizer.json").write_text("{")
+    assert load(file).tokenizer.encode("cab") == [2, V - 1]
+    load(file)
+    assert is_gguf == [True, False, True, False]
+
+
+def test_nothing_can_be_kept(tmp_path, monkeypatch):
+    def fail():
+        raise PermissionError("read only")
+
+    monkeypatch.setattr(loader, "cache_directory", fail)
+    assert load(write_gguf(tmp_path)).tokenizer.encode("cab") == [2, V - 1]
 
 
 # ---- what was not thought of -----------------------------------------------------------

