@@ -7,7 +7,8 @@ Every public name can be had from here. They are loaded when first asked for, so
 import importlib
 
 _HOMES = {
-    "config": "EngineConfig ModelConfig",
+    "config": "EngineConfig",
+    "model_config": "ModelConfig",
     "request": "SamplingParams Request RequestOutput RequestMetrics RequestStatus",
     "block_allocator": "BlockAllocator OutOfBlocks",
     "plan": "SchedulerOutput ScheduledRequest",

@@ -19,6 +19,7 @@ Taught in notebooks/05_paged_kv_blocks.ipynb. Source: PagedAttention (Kwon et al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -212,6 +213,14 @@ def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> 
         )
 
 
+class AttentionArgs(NamedTuple):
+    """What sets one layer's attention apart: see paged_attention."""
+
+    sliding_window: int | None
+    scale: float
+    softcap: float | None = None
+
+
 @dataclass
 class PagedAttend:
     """What the model calls in each layer: rotate, write to the paged cache, attend.
@@ -231,7 +240,7 @@ class PagedAttend:
         v_TKD: Tensor,
         cos_TR: Tensor,
         sin_TR: Tensor,
-        sliding_window: int | None = None,
+        how: AttentionArgs,
     ) -> Tensor:
         k_cache_NKPD, v_cache_NKPD = self.caches[layer]
         q_THD = rope_and_write(
@@ -239,6 +248,6 @@ class PagedAttend:
             self.batch.slot_mapping_T,
         )  # fmt: skip
         return paged_attention(
-            q_THD, k_cache_NKPD, v_cache_NKPD, self.batch,
-            scale=q_THD.shape[-1] ** -0.5, sliding_window=sliding_window, backend=self.backend,
+            q_THD, k_cache_NKPD, v_cache_NKPD, self.batch, **how._asdict(),
+            backend=self.backend,
         )  # fmt: skip

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanobatch.config import ModelConfig
-from nanobatch.hf_config import LLAMA, QWEN2, QWEN3, count, model_config
+from nanobatch.families import LLAMA, QWEN2, QWEN3, count
+from nanobatch.hf_config import model_config
+from nanobatch.model_config import ModelConfig
 
 
 class Checkpoint(Protocol):
@@ -245,7 +246,7 @@ class GgufFile:
             rope_theta=fields.get(f"{arch}.rope.freq_base", 10000.0),
             rope_divisors=None if factors is None else tuple(factors.data.tolist()),
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
-            qk_norm="blk.0.attn_q_norm.weight" in self._tensors,
+            qk_norm="each_head" if "blk.0.attn_q_norm.weight" in self._tensors else None,
             tie_word_embeddings="output.weight" not in self._tensors,
             eos_token_ids=() if eos is None else (eos,),
         )

@@ -1,7 +1,7 @@
-"""What can be set: the engine's knobs and the shape of a model.
+"""What can be set: the engine's knobs. (The shape of a model is in model_config.py.)
 
-Both are frozen dataclasses that check themselves when built, so that nothing further down
-has to ask again whether a number makes sense. `dataclasses.replace` checks anew.
+A frozen dataclass that checks itself when built, so that nothing further down has to ask
+again whether a number makes sense. `dataclasses.replace` checks anew.
 
 Always holds: every field is of its type and in its range, and the fields agree with each
 other. An error names the field, the value and what is allowed.
@@ -9,7 +9,7 @@ other. An error names the field, the value and what is allowed.
 Also here, because the whole package leans on them: `cdiv`, and the checks (`check_int` and
 its like) that requests use too.
 
-Names follow vLLM's EngineArgs and Hugging Face's config.json.
+Names follow vLLM's EngineArgs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 BATCHING = ("continuous", "static")
 POLICIES = ("fcfs", "sjf", "priority")
@@ -27,7 +27,6 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "c")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_FLOAT = sys.float_info.max
-MAX_LAYERS = 1000  # more is a mistake, and would be hours of building nothing
 
 
 def cdiv(a: int, b: int) -> int:
@@ -188,94 +187,3 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked "
                 f"prefill it must be >= max_model_len, which is {self.max_model_len}"
             )
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a decoder of the Llama family: differences between models are data here.
-
-    Attributes (sizes in elements):
-        architecture: the class name in config.json, "LlamaForCausalLM" for one.
-        vocab_size, hidden_size, intermediate_size, num_layers: as in config.json.
-        num_heads, num_kv_heads: query heads H, key/value heads K; H is a multiple of K.
-        head_dim: D; not always hidden_size / num_heads.
-        max_position_embeddings: the longest context the model was made for, in tokens.
-        rms_norm_eps, rope_theta: as in config.json.
-        rope_divisors: what each of the head_dim / 2 RoPE frequencies is divided by to
-            stretch the context (Llama 3.1); None: nothing.
-        qkv_bias, o_bias, mlp_bias: linear layers that add a bias.
-        qk_norm: RMSNorm over each head of q and k before RoPE (Qwen3).
-        sliding_window: keys that a query sees, itself included; None: all before it.
-        full_attention_layers: layers that ignore sliding_window.
-        tie_word_embeddings: lm_head shares the embedding's weights.
-        eos_token_ids: ids that end a text.
-
-    Raises:
-        ValueError: a size is out of range, or H is not a multiple of K.
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_divisors: tuple[float, ...] | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    full_attention_layers: frozenset[int] = field(default_factory=frozenset)
-    tie_word_embeddings: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        sizes = (
-            "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads "
-            "head_dim max_position_embeddings"
-        )
-        for name in sizes.split():
-            largest = MAX_LAYERS if name == "num_layers" else 2**31 - 1
-            check_int(name, getattr(self, name), 1, largest)
-        check_float("rms_norm_eps", self.rms_norm_eps, 0.0)
-        check_float("rope_theta", self.rope_theta, 0.0, open_low=True)
-        heads_left_over = self.num_heads % self.num_kv_heads
-        if heads_left_over:
-            raise ValueError(
-                f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, "
-                f"which is {self.num_kv_heads}"
-            )
-        if self.head_dim % 2 == 1:
-            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number")
-        if self.rope_divisors is not None and len(self.rope_divisors) != self.head_dim // 2:
-            raise ValueError(
-                f"rope_divisors has {len(self.rope_divisors)} entries; it must have "
-                f"head_dim / 2 = {self.head_dim // 2}"
-            )
-        if self.sliding_window is not None:
-            check_int("sliding_window", self.sliding_window, 1)
-
-    def window(self, layer: int) -> int | None:
-        """The sliding window of one layer in keys, or None where it sees everything."""
-        return None if layer in self.full_attention_layers else self.sliding_window
-
-
-def settle_max_model_len(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config with max_model_len set: as asked, or else all that the model was made for.
-
-    Raises:
-        ValueError: more is asked than the model was made for.
-    """
-    longest = model.max_position_embeddings
-    max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len is {max_model_len}; the model was made for at most {longest}"
-        )
-    return replace(config, max_model_len=max_model_len)

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanobatch.config import ModelConfig, cdiv
+from nanobatch.config import cdiv
+from nanobatch.model_config import ModelConfig
 from nanobatch.plan import SchedulerOutput
 from nanobatch.roofline import keys_seen, num_weights
 
@@ -86,6 +87,12 @@ class CostModel:
     tensor_parallel_size: int = 1
     block_size: int = 16
     host_seconds: float = 1e-3
+
+    def __post_init__(self):
+        if self.model.num_experts:
+            raise ValueError(
+                f"num_experts is {self.model.num_experts}; the cost model knows it as 0 alone"
+            )
 
     def step_seconds(self, plan: SchedulerOutput) -> float:
         """The time that a plan takes, its copies and its padding rows included."""

@@ -47,6 +47,19 @@ def rms_norm(
     return normed_TE.to(x_TE.dtype), sum_TE
 
 
+def layer_norm(
+    x_TE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor,
+    eps: float,
+    residual_TE: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As rms_norm, but each row is moved to mean 0 first, and by a bias last. torch's alone."""
+    sum_TE = x_TE.float() if residual_TE is None else x_TE + residual_TE
+    weights = weight_E.float(), bias_E.float()
+    return F.layer_norm(sum_TE, weight_E.shape, *weights, eps).to(x_TE.dtype), sum_TE
+
+
 def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate each pair (i, i + R) of a head's elements by its token's angle i; R = D / 2."""
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
@@ -115,6 +128,12 @@ def silu_mul(gate_up_TF: Tensor) -> Tensor:
         return kernels.silu_mul(gate_up_TF)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_mul(gate_up_TF: Tensor) -> Tensor:
+    """GELU (by tanh) of the first half of each row times the second half. torch's alone."""
+    gate, up = gate_up_TF.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def top_ids(x_SV: Tensor, k: int) -> Tensor:

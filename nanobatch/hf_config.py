@@ -13,26 +13,34 @@ Source: the configuration classes of Hugging Face transformers, versions 4 and 5
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from nanobatch.config import (
-    MAX_LAYERS,
-    ModelConfig,
-    check_bool,
     check_choice,
     check_float,
     check_int,
     check_token_ids,
 )
-
-LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
+from nanobatch.families import (
+    ARCHITECTURES,
+    GEMMA2,
+    GEMMA3,
+    HEAD_DIMS,
+    MAX_COUNT,
+    MIXTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    STARCODER2,
+    TIED,
+    WINDOWS,
+    count,
+    family_fields,
+    flag,
 )
-MAX_COUNT = 2**31 - 1
-ROPE_TYPES = ("default", "llama3")
+from nanobatch.model_config import MAX_LAYERS, ModelConfig
+
+ROPE_TYPES = ("default", "llama3", "linear")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -50,69 +58,51 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
     architecture = (
         architectures[0] if isinstance(architectures, list) and architectures else None
     )
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ValueError(
             f"architecture {architecture} is not supported; these are: "
             + ", ".join(ARCHITECTURES)
         )
     if raw.get("quantization_config") is not None:
         raise ValueError("quantization_config is set; quantized safetensors are not supported")
-    check_choice("hidden_act", raw.get("hidden_act", "silu"), ("silu",))
     hidden_size, num_heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
     if raw.get("head_dim") is None and hidden_size < num_heads:
         raise ValueError(
             f"num_attention_heads is {num_heads}; it must be <= hidden_size, {hidden_size}"
         )
-    head_dim = count(
-        raw, "head_dim", 128 if architecture == QWEN3 else hidden_size // num_heads
-    )
+    head_dim = count(raw, "head_dim", HEAD_DIMS.get(architecture, hidden_size // num_heads))
     num_layers = count(raw, "num_hidden_layers")
     check_int("num_hidden_layers", num_layers, 1, MAX_LAYERS)
-    attention_bias = _flag(raw, "attention_bias")
-    rope = _rope(raw)
+    attention_bias = flag(raw, "attention_bias")
+    rope = _rope(raw, architecture)
     theta = rope["rope_theta"]
     check_float("rope_theta", theta, 0.0, open_low=True)
-    rms_norm_eps = raw.get("rms_norm_eps", 1e-6)
-    check_float("rms_norm_eps", rms_norm_eps, 0.0)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=count(raw, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=count(raw, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=count(raw, "num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        max_position_embeddings=count(raw, "max_position_embeddings", 2048),
-        rms_norm_eps=float(rms_norm_eps),
-        rope_theta=float(theta),
-        rope_divisors=_rope_divisors(rope, theta, head_dim),
-        qkv_bias=attention_bias or architecture == QWEN2,
-        o_bias=attention_bias and architecture != QWEN2,
-        mlp_bias=_flag(raw, "mlp_bias"),
-        qk_norm=architecture == QWEN3,
-        sliding_window=_sliding_window(raw, architecture),
-        full_attention_layers=_full_attention_layers(raw, architecture, num_layers),
-        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
-        eos_token_ids=_eos_token_ids(raw, generation),
-    )
-
-
-def count(raw: Mapping, name: str, default: int | None = None) -> int:
-    """A field that counts something: an int >= 1, or the default where it is missing."""
-    value = raw.get(name)
-    if value is None:
-        if default is None:
-            raise ValueError(f"{name} is missing")
-        return default
-    check_int(name, value, 1, MAX_COUNT)
-    return value
-
-
-def _flag(raw: dict, name: str) -> bool:
-    value = raw.get(name, False)
-    check_bool(name, value)
-    return value
+    eps_name = "norm_epsilon" if architecture == STARCODER2 else "rms_norm_eps"
+    eps = raw.get(eps_name, 1e-6)
+    check_float(eps_name, eps, 0.0)
+    fields = {
+        "architecture": architecture,
+        "vocab_size": count(raw, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": count(raw, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": count(raw, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": count(raw, "max_position_embeddings", 2048),
+        "rms_norm_eps": float(eps),
+        "rope_theta": float(theta),
+        "rope_divisors": _rope_divisors(rope, theta, head_dim),
+        "rotary_dim": _rotary_dim(raw, rope, architecture, head_dim),
+        "qkv_bias": attention_bias or architecture == QWEN2,
+        "o_bias": attention_bias and architecture != QWEN2,
+        "mlp_bias": flag(raw, "mlp_bias"),
+        "sliding_window": _sliding_window(raw, architecture),
+        "full_attention_layers": _full_attention_layers(raw, architecture, num_layers),
+        "tie_word_embeddings": flag(raw, "tie_word_embeddings", architecture in TIED),
+        "eos_token_ids": _eos_token_ids(raw, generation),
+    }
+    return ModelConfig(**fields | family_fields(raw, architecture, rope))
 
 
 def _eos_token_ids(raw: dict, generation: dict) -> tuple[int, ...]:
@@ -123,10 +113,11 @@ def _eos_token_ids(raw: dict, generation: dict) -> tuple[int, ...]:
 
 
 def _sliding_window(raw: dict, architecture: str) -> int | None:
-    is_used = architecture == MISTRAL or (
-        architecture in (QWEN2, QWEN3) and _flag(raw, "use_sliding_window")
+    is_used = architecture in WINDOWS or (
+        architecture in (QWEN2, QWEN3, QWEN3_MOE) and flag(raw, "use_sliding_window")
     )
-    window = raw.get("sliding_window", 4096)  # null is no window, missing is the default
+    # null is no window, missing is the default
+    window = raw.get("sliding_window", WINDOWS.get(architecture, 4096))
     if not is_used or window is None:
         return None
     check_int("sliding_window", window, 1, MAX_COUNT)
@@ -143,6 +134,9 @@ def _full_attention_layers(raw: dict, architecture: str, num_layers: int) -> fro
                 f"layer_types is {layer_types!r}; it must be {num_layers} of {LAYER_TYPES}"
             )
         return frozenset(i for i, kind in enumerate(layer_types) if kind == "full_attention")
+    if architecture in (GEMMA2, GEMMA3):
+        every = count(raw, "sliding_window_pattern", 2 if architecture == GEMMA2 else 6)
+        return frozenset(range(every - 1, num_layers, every))
     if architecture in (QWEN2, QWEN3):
         num_full = raw.get("max_window_layers", 28)
         check_int("max_window_layers", num_full, 0, MAX_COUNT)
@@ -150,35 +144,53 @@ def _full_attention_layers(raw: dict, architecture: str, num_layers: int) -> fro
     return frozenset()
 
 
-def _rope(raw: dict) -> dict:
-    """All of RoPE in one dict. Version 5 has it in rope_parameters, version 4 in two places."""
+def _rope(raw: dict, architecture: str) -> dict:
+    """All of RoPE in one dict. Version 5 has it in rope_parameters, version 4 in two places.
+    Of Gemma 3 it is that of the layers without a window; local_rope_theta is the others'."""
     name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
     rope = raw.get(name)
     rope = {} if rope is None else rope
     if not isinstance(rope, dict):
         raise ValueError(f"{name} is {rope!r}; it must be an object")
+    local = {}
+    if architecture == GEMMA3:
+        local = {"local_rope_theta": raw.get("rope_local_base_freq", 10000.0)}
+        if isinstance(rope.get("sliding_attention"), dict):
+            local["local_rope_theta"] = rope["sliding_attention"].get("rope_theta")
+            rope = rope.get("full_attention", {})
+        check_float("local_rope_theta", local["local_rope_theta"], 0.0, open_low=True)
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise ValueError(
             f"{name} differs by layer ({', '.join(nested)}); that is not supported"
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; must be 1"
-        )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     check_choice("rope_type", rope_type, ROPE_TYPES)
-    return {"rope_theta": raw.get("rope_theta", 10000.0)} | rope | {"rope_type": rope_type}
+    default = 1000000.0 if architecture in (GEMMA3, MIXTRAL) else 10000.0
+    theta = {"rope_theta": raw.get("rope_theta", default)}
+    return theta | rope | {"rope_type": rope_type} | local
+
+
+def _rotary_dim(raw: dict, rope: dict, architecture: str, head_dim: int) -> int | None:
+    """How many of a head's elements are turned, if not all."""
+    factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    lowest = 0.0 if architecture == PHI3 else 1.0
+    check_float("partial_rotary_factor", factor, lowest, 1.0, open_low=architecture == PHI3)
+    return None if factor == 1 else int(head_dim * factor)
 
 
 def _rope_divisors(rope: dict, theta: float, head_dim: int) -> tuple[float, ...] | None:
-    """What Llama 3.1 divides each RoPE frequency by to reach 128k tokens.
+    """What Llama 3.1 divides each RoPE frequency by to reach 128k tokens; "linear" (Gemma 3):
+    all by the same.
 
     Waves shorter than the old context / high_freq_factor are kept, those longer than the old
     context / low_freq_factor are divided by factor, and in between it is blended.
     """
     if rope["rope_type"] == "default":
         return None
+    if rope["rope_type"] == "linear":
+        check_float("factor", rope.get("factor"), 0.0, open_low=True)
+        return (float(rope["factor"]),) * (head_dim // 2)
     old_context = count(rope, "original_max_position_embeddings")
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
         check_float(name, rope.get(name), 0.0, open_low=True)

@@ -8,13 +8,11 @@
     a .gguf file            as llama.cpp reads it, with the tokenizer inside
     "owner/name"            a model of the hub, downloaded
 
-Weights come from safetensors and GGUF only: no pickle, no remote code. Each of our tensors is
-one or several of the checkpoint's, joined along dimension 0 (q, k and v are one product).
+Weights come from safetensors and GGUF only: no pickle, no remote code. What each of our tensors
+is made of is in weight_names.py.
 
 Always holds: what is wrong with a checkpoint is one ValueError that names the file and the
 fault; a path that is not there is a FileNotFoundError.
-
-Source: the names are those of Hugging Face's modeling files.
 """
 
 from __future__ import annotations
@@ -31,14 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanobatch.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
-from nanobatch.config import ModelConfig
 from nanobatch.device import cache_directory
 from nanobatch.hf_config import to_hf_config
 from nanobatch.model import Decoder
+from nanobatch.model_config import ModelConfig
 from nanobatch.shapes import MODEL_SHAPES
 from nanobatch.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from nanobatch.weight_names import Source, sources
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BYTE_TOKENIZER = "byte_tokenizer"  # a file of this name says that tokens are bytes
@@ -185,66 +185,45 @@ def _gguf_tokenizer(file: Path) -> HFTokenizer:
     return tokenizer
 
 
-def _sources(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """For each of our tensors the checkpoint's that it joins: (Hugging Face's name, shape)."""
-    E, D, F = config.hidden_size, config.head_dim, config.intermediate_size
-    H, K, V = config.num_heads, config.num_kv_heads, config.vocab_size
-    embedding = ("model.embed_tokens.weight", (V, E))
-    head = embedding if config.tie_word_embeddings else ("lm_head.weight", (V, E))
-    table = {
-        "embed.weight": [embedding],
-        "norm.weight": [("model.norm.weight", (E,))],
-        "lm_head.weight": [head],
-    }
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-
-        def linear(name, parts, in_size, bias, ours=ours, theirs=theirs):
-            weights = [(f"{theirs}.{p}.weight", (size, in_size)) for p, size in parts.items()]
-            table[f"{ours}.{name}.weight"] = weights
-            if bias:
-                biases = [(f"{theirs}.{p}.bias", (size,)) for p, size in parts.items()]
-                table[f"{ours}.{name}.bias"] = biases
-
-        heads = {"q_proj": H * D, "k_proj": K * D, "v_proj": K * D}
-        heads = {f"self_attn.{p}": size for p, size in heads.items()}
-        linear("qkv", heads, E, config.qkv_bias)
-        linear("o", {"self_attn.o_proj": E}, H * D, config.o_bias)
-        linear("gate_up", {"mlp.gate_proj": F, "mlp.up_proj": F}, E, config.mlp_bias)
-        linear("down", {"mlp.down_proj": E}, F, config.mlp_bias)
-        norms = {
-            "input_norm": ("input_layernorm", E),
-            "mlp_norm": ("post_attention_layernorm", E),
-        }
-        if config.qk_norm:
-            norms |= {"q_norm": ("self_attn.q_norm", D), "k_norm": ("self_attn.k_norm", D)}
-        for name, (part, size) in norms.items():
-            table[f"{ours}.{name}.weight"] = [(f"{theirs}.{part}.weight", (size,))]
-    return table
-
-
 def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
     """An empty decoder of the checkpoint's shape, and its tensors put in."""
     with torch.device("meta"):
         model = Decoder(checkpoint.config)
     weights = {}
-    for name, parts in _sources(checkpoint.config).items():
+    for name, source in sources(checkpoint.config).items():
         if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
             weights[name] = weights["embed.weight"]
             continue
-        tensors = [checkpoint.get(part, shape).to(device, dtype) for part, shape in parts]
-        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        weights[name] = _read(checkpoint, source, dtype, device)
     checkpoint.check_all_read()
     model.load_state_dict(weights, strict=True, assign=True)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _read(
+    checkpoint: Checkpoint, source: Source, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """One of our tensors, made of the checkpoint's."""
+    if source.is_exact:
+        dtype = torch.float32
+    tensors = []
+    for name, shape in source.parts:
+        x = checkpoint.get(name, shape).to(device)
+        if source.scale != 1 or source.offset != 0:
+            x = x.float() * source.scale + source.offset
+        tensors.append(x.to(dtype))
+    x = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    if source.rows is not None:
+        x = x[source.rows]
+    return x if source.shape is None else x.view(source.shape)
 
 
 def save(model: Decoder, directory: Path) -> None:
     """Write a model as Hugging Face has it, in its own number format, for other engines.
 
     Raises:
-        ValueError: its RoPE is scaled (what it was scaled by is not kept), or its weights were
-            laid out for a CPU's tiles.
+        ValueError: its RoPE is scaled (what it was scaled by is not kept), its weights were
+            changed when they were read, or laid out for a CPU's tiles.
     """
     from safetensors.torch import save_file
 
@@ -254,8 +233,12 @@ def save(model: Decoder, directory: Path) -> None:
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("a model that a ModelRunner laid out cannot be saved; load it anew")
     tensors, ours = {}, model.state_dict()
-    for name, parts in _sources(config).items():
-        pieces = ours[name].split([shape[0] for _, shape in parts])
-        tensors |= {theirs: x.clone() for (theirs, _), x in zip(parts, pieces, strict=True)}
+    for name, source in sources(config).items():
+        if not source.is_plain:
+            raise ValueError(f"a {config.architecture} cannot be saved; use its own directory")
+        pieces = ours[name].split([shape[0] for _, shape in source.parts])
+        tensors |= {
+            theirs: x.clone() for (theirs, _), x in zip(source.parts, pieces, strict=True)
+        }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(to_hf_config(config)))

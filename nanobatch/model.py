@@ -1,13 +1,14 @@
-"""One decoder for the Llama family: Llama 2/3, Mistral, Qwen2, Qwen3, SmolLM2.
-
-The differences between them are data in ModelConfig: a bias, a norm on q and k, a window.
+"""One decoder for the Llama family and its kin; what sets them apart is data in ModelConfig.
 
     token ids -> embedding -> [ norm -> qkv -> attend -> o -> + -> norm -> MLP -> + ] x layers
               -> norm -> hidden states -> lm_head (only the rows that sample) -> logits
 
+Some families norm what attention and MLP give, before it is added, instead of what they are
+given, or both. Some have experts for an MLP (mixture_of_experts.py).
+
 The decoder knows no cache and no batch layout. Each layer hands its queries, keys and values
-to `attend(layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, sliding_window)`, which rotates,
-remembers and attends: over a paged cache (attention.PagedAttend) or over a padded one
+to `attend(layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, how)`, which rotates, remembers and
+attends: over a paged cache (attention.PagedAttend) or over a padded one
 (static_batching.PaddedAttend).
 
 Taught in notebooks/01_why_decoding_is_slow.ipynb. Source: Llama (Touvron et al., 2023), and
@@ -19,11 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nanobatch import cpu_kernels
-from nanobatch.config import ModelConfig
-from nanobatch.fused_kernels import rms_norm, silu_mul, top_ids
+from nanobatch.attention import AttentionArgs
+from nanobatch.fused_kernels import gelu_mul, layer_norm, rms_norm, silu_mul, top_ids
+from nanobatch.mixture_of_experts import Experts
+from nanobatch.model_config import ModelConfig
 
 Attend = Callable[..., Tensor]
 NUM_EXACT_LOGITS = 32
@@ -39,6 +43,33 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return rms_norm(x, self.weight, self.eps, residual)
+
+
+class LayerNorm(nn.Module):
+    """As RMSNorm, but rows are moved to mean 0 first, and to a bias last."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return layer_norm(x, self.weight, self.bias, self.eps, residual)
+
+
+class NoNorm(nn.Module):
+    """Where a family has no norm: the sum alone."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x.float() if residual is None else x + residual
+        return total.to(x.dtype), total
+
+
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """Over a token's hidden state."""
+    kind = LayerNorm if config.norm == "layer" else RMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps)
 
 
 class Linear(nn.Linear):
@@ -85,6 +116,24 @@ class GateUp(Linear):
         return self._kernels.gated_product(x_TE, self.packed, self.packed_bias)
 
 
+class MLP(nn.Module):
+    """Up, activation, down; gated: times another product of the same input."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        E, F = config.hidden_size, config.intermediate_size
+        self.is_gated, self.activation = config.gated_mlp, config.activation
+        kind = GateUp if self.is_gated and self.activation == "silu" else Linear
+        self.gate_up = kind(E, (2 if self.is_gated else 1) * F, bias=config.mlp_bias)
+        self.down = Linear(F, E, bias=config.mlp_bias)
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        x_TF = self.gate_up(x_TE)
+        if self.activation == "gelu_tanh":
+            x_TF = gelu_mul(x_TF) if self.is_gated else F.gelu(x_TF, approximate="tanh")
+        return self.down(x_TF)
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP. The three (two) input projections are one matrix product."""
 
@@ -93,16 +142,23 @@ class DecoderLayer(nn.Module):
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_heads, config.num_kv_heads
         self.layer, self.head_dim = layer, D
-        self.window = config.window(layer)
         self.heads = [H, K, K]
-        self.input_norm = RMSNorm(E, config.rms_norm_eps)
+        self.how = AttentionArgs(
+            config.window(layer), config.attention_scale, config.attn_logit_softcapping
+        )
+        self.input_norm = make_norm(config) if config.pre_norm else NoNorm()
         self.qkv = Linear(E, (H + K + K) * D, bias=config.qkv_bias)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.norms_all_heads = config.qk_norm == "all_heads"
+        self.q_norm = self.k_norm = None
+        if config.qk_norm is not None:
+            q_size, k_size = (H * D, K * D) if self.norms_all_heads else (D, D)
+            self.q_norm = RMSNorm(q_size, config.rms_norm_eps)
+            self.k_norm = RMSNorm(k_size, config.rms_norm_eps)
         self.o = Linear(H * D, E, bias=config.o_bias)
-        self.mlp_norm = RMSNorm(E, config.rms_norm_eps)
-        self.gate_up = GateUp(E, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, E, bias=config.mlp_bias)
+        self.attention_post_norm = make_norm(config) if config.post_norm else None
+        self.mlp_norm = make_norm(config) if config.pre_norm else NoNorm()
+        self.mlp = Experts(config) if config.has_experts(layer) else MLP(config)
+        self.mlp_post_norm = make_norm(config) if config.post_norm else None
 
     def forward(
         self,
@@ -117,11 +173,21 @@ class DecoderLayer(nn.Module):
         heads_TXD = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
         q_THD, k_TKD, v_TKD = heads_TXD.split(self.heads, dim=1)
         if self.q_norm is not None:
-            q_THD, _ = self.q_norm(q_THD)
-            k_TKD, _ = self.k_norm(k_TKD)
-        out_THD = attend(self.layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, self.window)
-        x_TE, residual_TE = self.mlp_norm(self.o(out_THD.flatten(1)), residual_TE)
-        return self.down(self.gate_up(x_TE)), residual_TE
+            q_THD, k_TKD = self._normed(self.q_norm, q_THD), self._normed(self.k_norm, k_TKD)
+        out_THD = attend(self.layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, self.how)
+        x_TE = self.o(out_THD.flatten(1))
+        if self.attention_post_norm is not None:
+            x_TE, _ = self.attention_post_norm(x_TE)
+        x_TE, residual_TE = self.mlp_norm(x_TE, residual_TE)
+        x_TE = self.mlp(x_TE)
+        if self.mlp_post_norm is not None:
+            x_TE, _ = self.mlp_post_norm(x_TE)
+        return x_TE, residual_TE
+
+    def _normed(self, norm: RMSNorm, x_THD: Tensor) -> Tensor:
+        if not self.norms_all_heads:
+            return norm(x_THD)[0]
+        return norm(x_THD.flatten(1))[0].view(x_THD.shape)
 
 
 class Decoder(nn.Module):
@@ -133,9 +199,11 @@ class Decoder(nn.Module):
         embed_VE = torch.empty(config.vocab_size, config.hidden_size)
         self.embed = nn.Embedding.from_pretrained(embed_VE)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.register_buffer("inv_freq_R", _rope_frequencies(config), persistent=False)
+        self.register_buffer("inv_freq_R", rope_frequencies(config), persistent=False)
+        local = None if config.local_rope_theta is None else local_rope_frequencies(config)
+        self.register_buffer("local_inv_freq_R", local, persistent=False)
 
     def pack(self) -> None:
         """Lay the weights out for this CPU, if it has tiles. Those of lm_head stay as they are
@@ -148,13 +216,26 @@ class Decoder(nn.Module):
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of packed tokens, after the final norm."""
         x_TE, residual_TE = self.embed(token_ids_T), None
-        cos_TR, sin_TR = self.rope(positions_T)
+        if self.config.embedding_multiplier != 1:
+            x_TE = x_TE * torch.tensor(self.config.embedding_multiplier, dtype=x_TE.dtype)
+        rope = local_rope = self.rope(positions_T, self.inv_freq_R)
+        if self.local_inv_freq_R is not None:
+            local_rope = self.rope(positions_T, self.local_inv_freq_R)
         for layer in self.layers:
-            x_TE, residual_TE = layer(x_TE, residual_TE, cos_TR, sin_TR, attend)
+            cos_sin = rope if layer.how.sliding_window is None else local_rope
+            x_TE, residual_TE = layer(x_TE, residual_TE, *cos_sin, attend)
         return self.norm(x_TE, residual_TE)[0]
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """float32 [S, V] for the rows that need them.
+        """float32 [S, V] for the rows that need them."""
+        logits_SV = self._products(hidden_SE)
+        if self.config.logits_scaling != 1:
+            logits_SV = logits_SV / self.config.logits_scaling
+        cap = self.config.final_logit_softcapping
+        return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
+
+    def _products(self, hidden_SE: Tensor) -> Tensor:
+        """lm_head in float32.
 
         A logit near 20 moves in steps of 1/8 in bfloat16, which ties the best tokens with
         each other. Where sums come rounded, those that matter most are computed anew.
@@ -170,17 +251,29 @@ class Decoder(nn.Module):
             logits_SV.scatter_(1, best_SX, exact_SX)
         return logits_SV
 
-    def rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def rope(positions_T: Tensor, inv_freq_R: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of each token's angles: float32 [T, R], R = D / 2."""
-        angles_TR = positions_T.float().unsqueeze(1) * self.inv_freq_R
+        angles_TR = positions_T.float().unsqueeze(1) * inv_freq_R
         return angles_TR.cos(), angles_TR.sin()
 
 
-def _rope_frequencies(config: ModelConfig) -> Tensor:
-    """float32 [R]: the angle between neighbouring positions. On the CPU, while the rest of a
-    decoder is still on the meta device: these are not in the checkpoint."""
-    exponent_R = torch.arange(0, config.head_dim, 2, device="cpu").float()
-    inv_freq_R = 1.0 / config.rope_theta ** (exponent_R / config.head_dim)
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """float32 [R]: the angle between neighbouring positions, 0 for pairs that are not turned.
+    On the CPU, while the rest of a decoder is still on the meta device: these are not in the
+    checkpoint."""
+    dim = config.rotary_dim or config.head_dim
+    inv_freq_R = _frequencies(config.rope_theta, dim)
     if config.rope_divisors is not None:
         inv_freq_R = inv_freq_R / torch.tensor(config.rope_divisors, device="cpu")
-    return inv_freq_R
+    return F.pad(inv_freq_R, (0, (config.head_dim - dim) // 2))
+
+
+def local_rope_frequencies(config: ModelConfig) -> Tensor:
+    """float32 [R], of the layers with a window."""
+    return _frequencies(config.local_rope_theta, config.head_dim)
+
+
+def _frequencies(theta: float, dim: int) -> Tensor:
+    exponent_R = torch.arange(0, dim, 2, device="cpu").float()
+    return 1.0 / theta ** (exponent_R / dim)

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from nanobatch.attention import PagedAttend, choose_backend
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
-from nanobatch.config import EngineConfig, ModelConfig, cdiv, settle_max_model_len
+from nanobatch.config import EngineConfig, cdiv
 from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, cache_bytes, measure_step
 from nanobatch.engine import StepResult
 from nanobatch.model import Decoder
+from nanobatch.model_config import ModelConfig, settle_max_model_len
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.request import Request, SamplingParams
 from nanobatch.sampler import SamplingRow, sample

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanobatch.config import ModelConfig
+from nanobatch.model_config import ModelConfig
 
 
 class Work(NamedTuple):

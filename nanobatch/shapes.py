@@ -5,13 +5,13 @@ Sources: the config.json of each on the Hugging Face hub; "tiny" is the bundled 
 
 from __future__ import annotations
 
-from nanobatch.config import ModelConfig
+from nanobatch.model_config import ModelConfig
 
 _LLAMA = {"architecture": "LlamaForCausalLM"}
 _QWEN3 = {
     "architecture": "Qwen3ForCausalLM", "vocab_size": 151936, "head_dim": 128,
     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    "qk_norm": True,
+    "qk_norm": "each_head",
 }  # fmt: skip
 _LLAMA_3 = _LLAMA | {
     "vocab_size": 128256, "head_dim": 128, "max_position_embeddings": 131072,

@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 from nanobatch.admission import Admission
 from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import EngineConfig, check_choice, check_int, settle_max_model_len
+from nanobatch.config import EngineConfig, check_choice, check_int
 from nanobatch.cost_model import GPUS, CostModel
 from nanobatch.engine import StepResult
 from nanobatch.metrics import EngineStats, InterTokenLatencies, summarize
+from nanobatch.model_config import settle_max_model_len
 from nanobatch.plan import SchedulerOutput
 from nanobatch.policy import Policy
 from nanobatch.request import Request, RequestMetrics

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nanobatch.attention import masked_attention
+from nanobatch.attention import AttentionArgs, masked_attention
 from nanobatch.attention_masks import padded_mask
 from nanobatch.fused_kernels import apply_rope
 from nanobatch.model import Decoder
@@ -62,7 +62,7 @@ class PaddedAttend:
         v_TKD: Tensor,
         cos_TR: Tensor,
         sin_TR: Tensor,
-        sliding_window: int | None = None,
+        how: AttentionArgs,
     ) -> Tensor:
         rows = (len(self.num_pads_S), -1)
         q_THD, k_TKD = apply_rope(q_THD, cos_TR, sin_TR), apply_rope(k_TKD, cos_TR, sin_TR)
@@ -73,8 +73,9 @@ class PaddedAttend:
             q_THD.unflatten(0, rows).transpose(1, 2),
             k_SKLD[:, :, : self.end],
             v_SKLD[:, :, : self.end],
-            self._mask(sliding_window),
-            scale=q_THD.shape[-1] ** -0.5,
+            self._mask(how.sliding_window),
+            scale=how.scale,
+            softcap=how.softcap,
         )
         return out_SHTD.transpose(1, 2).flatten(0, 1)
 

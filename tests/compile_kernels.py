@@ -19,11 +19,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanobatch import elementwise_kernels, paged_attention_kernel
+from nanobatch import grouped_matmul_kernel as experts
 from nanobatch.launch_plan import MAX_SPLITS, launch_plan
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-INT_POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "query_start_ptr": "*i32"}
+INT_POINTERS = dict.fromkeys(
+    [
+        "block_tables_ptr",
+        "seq_lens_ptr",
+        "query_start_ptr",
+        "expert_ptr",
+        "start_ptr",
+        "end_ptr",
+    ],
+    "*i32",
+)
 FLOAT_POINTERS = {"acc_ptr", "max_ptr", "sum_ptr", "cos_ptr", "sin_ptr", "residual_ptr"}
 FLOATS = {"scale_log2", "softcap", "eps"}
 # (name, H, K, D): Llama-2-7B, Llama-3-8B, SmolLM2, and shapes that are no powers of two
@@ -53,6 +64,10 @@ def kernels(dtype: str, num_sms: int):
     constants = {"H": 32, "K": 8, "D": 128, "P": 16, "R": 64, "R_PAD": 64}
     constants["HEADS"] = elementwise_kernels.ROPE_HEADS
     yield "rope", elementwise_kernels.rope_and_write_kernel, constants, {}
+    blocks = {name: getattr(experts, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")}
+    blocks["WIDEN"] = False
+    options = {"num_warps": experts.NUM_WARPS, "num_stages": experts.NUM_STAGES}
+    yield "experts", experts.grouped_matmul_kernel, blocks, options
     yield "silu", elementwise_kernels.silu_mul_kernel, {"F": 11008, "BLOCK": 1024}, {}
 
 
@@ -73,13 +88,13 @@ def signature(function, constants: dict, dtype: str) -> dict[str, str]:
 
 def report(function, constants: dict, options: dict, dtype: str, capability: int) -> dict:
     names = function.arg_names
-    # The launcher promises that pointers and strides are multiples of 16 when they are.
+    # The launcher promises that pointers, sizes and strides are multiples of 16 when they are.
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
         if name.endswith("_ptr")
         or name.endswith("q_stride")
-        or name in ("k_stride", "v_stride")
+        or name in ("k_stride", "v_stride", "N", "K")
     }
     by_position = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, signature(function, constants, dtype), by_position, hints)

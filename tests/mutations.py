@@ -90,6 +90,11 @@ MUTATIONS = {
     "prefill-sees-the-future": Mutation("cpu_prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/test_cpu_tiles.py"),
     "prefill-no-shrink": Mutation("cpu_prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/test_cpu_tiles.py"),
     "prefill-reads-the-tail": Mutation("cpu_prefill.c", "is_real = position < end;", "is_real = 1;", "tests/test_cpu_tiles.py"),
+    # ---- families of models
+    "experts-are-not-unsorted": Mutation("mixture_of_experts.py", "        unsorted_ME[order_M] = rows_ME\n", "        unsorted_ME[:] = rows_ME\n", "tests/test_experts.py"),
+    "experts-a-tile-too-far": Mutation("grouped_matmul_kernel.py", "right=True)", "right=False)", "tests/test_experts.py"),
+    "gemma-norms-as-they-are": Mutation("families.py", "        \"norm_offset\": 1.0,\n", "", "tests/test_models.py"),
+    "rope-pairs-not-reordered": Mutation("weight_names.py", "    head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]\n", "    head = list(range(D))\n", "tests/test_models.py"),
     # ---- sampling and text
     "top-k-after-top-p": Mutation("sampler.py", "    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)\n", "", "tests/test_sampler.py"),
     "top-p-drops-the-likeliest": Mutation("sampler.py", "    is_past_XV[:, 0] = False  # the likeliest token always stays\n", "", "tests/test_sampler.py"),

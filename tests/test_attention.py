@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from nanobatch import cpu_kernels, cpu_library, paged_attention, sequence_groups
-from nanobatch.attention import PagedAttend, masked_attention
+from nanobatch.attention import AttentionArgs, PagedAttend, masked_attention
 from nanobatch.attention_masks import (
     block_diagonal_mask,
     causal_mask,
@@ -399,7 +399,9 @@ def test_attend_rotates_writes_and_attends():
         attend = PagedAttend(batch, caches)
         q, k, v = (x[positions] for x in prompt)
         cos, sin = angles_TR[positions].cos(), angles_TR[positions].sin()
-        outs.append((attend(0, q, k, v, cos, sin), attend(1, q, -k, v, cos, sin, 2)))
+        everything, window = AttentionArgs(None, D**-0.5), AttentionArgs(2, D**-0.5)
+        first = attend(0, q, k, v, cos, sin, everything)
+        outs.append((first, attend(1, q, -k, v, cos, sin, window)))
     for layer, (sign, window) in enumerate([(1, None), (-1, 2)]):
         q, k, v = prompt
         q, k = (apply_rope(x, angles_TR.cos(), angles_TR.sin()) for x in (q, sign * k))

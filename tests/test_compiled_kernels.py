@@ -18,7 +18,7 @@ SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448,
 COMMON = [
     f"{kind} {shape}" for shape in ("llama3", "smollm2") for kind in ("decode", "prefill")
 ]
-COMMON += ["split llama3", "reduce splits", "rms norm", "rope", "silu"]
+COMMON += ["split llama3", "reduce splits", "rms norm", "rope", "silu", "experts"]
 # Everything for one chip; for the others what is most used: it is the same source.
 TARGETS = [(80, "bf16", COMMON), (86, "bf16", COMMON), (89, "bf16", COMMON), (90, "bf16", [])]
 TARGETS += [
@@ -50,8 +50,8 @@ def test_machine_code(capability, dtype, names):
         assert row["stack"] == 0 and row["spills"] == 0, where
         assert row["shared"] <= SHARED_MEMORY[capability], where
         is_attention = name.split()[0] in ("decode", "split", "prefill")
-        if is_attention:
-            # K and V: every copy into shared memory is 16 bytes wide.
+        if is_attention or name == "experts":
+            # K and V, and weights: every copy into shared memory is 16 bytes wide.
             assert row["copies_16_byte"] == row["copies"] > 0, where
             assert (row["matrix"] > 0) == (dtype != "fp32"), where
 

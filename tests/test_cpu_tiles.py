@@ -10,9 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 from nanobatch import LLM, SamplingParams, cpu_kernels, cpu_library
 from nanobatch.attention import paged_attention
 from nanobatch.batch import Row, pack
-from nanobatch.config import EngineConfig, ModelConfig, cdiv
+from nanobatch.config import EngineConfig, cdiv
 from nanobatch.loader import make_dummy
 from nanobatch.model import GateUp
+from nanobatch.model_config import ModelConfig
 from nanobatch.model_runner import ModelRunner
 
 pytestmark = [

@@ -23,9 +23,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_engine import TOKENIZER, Poison, Watch, dense_attend
 
 from nanobatch import EngineConfig, LLMEngine, RequestStatus, SamplingParams
-from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, ModelConfig, cdiv
+from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, cdiv
 from nanobatch.differential import choose, make_noise
 from nanobatch.loader import make_dummy
+from nanobatch.model_config import ModelConfig
 from nanobatch.model_runner import ModelRunner
 from nanobatch.sampler import SamplingRow
 from nanobatch.simulator import VirtualClock

@@ -24,10 +24,18 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 from nanobatch import LLM, EngineConfig, LLMEngine, ModelRunner, SamplingParams
@@ -85,6 +93,71 @@ FAMILIES = {
     ),
     "qwen3": (Qwen3Config, heads(3, 1, 80) | {"tie_word_embeddings": True}),
     "qwen3-bias": (Qwen3Config, heads(4, 2, 32) | {"attention_bias": True}),
+    "phi3": (Phi3Config, heads(4, 2, 24) | {"sliding_window": 7}),
+    "phi4-mini": (
+        Phi3Config,
+        heads(4, 2, 24)
+        | {"rope_parameters": default_rope(300.0) | {"partial_rotary_factor": 0.75}},
+    ),
+    "olmo2": (Olmo2Config, heads(3, 1, 32)),
+    "granite": (
+        GraniteConfig,
+        heads(3, 1, 32)
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.25,
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        heads(4, 2, 32)
+        | {
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        heads(4, 1, 32)
+        | {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "sliding_attention": default_rope(100.0),
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3000.0},
+            },
+        },
+    ),
+    "starcoder2": (Starcoder2Config, heads(6, 2, 16) | {"sliding_window": 9}),
+    "mixtral": (MixtralConfig, heads(4, 2, 24) | {"num_local_experts": 4}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        heads(4, 2, 32)
+        | {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-every-other": (
+        Qwen3MoeConfig,
+        heads(4, 2, 32)
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+        },
+    ),
 }
 
 
@@ -252,8 +325,27 @@ def test_greedy_tokens_of_a_ragged_batch(checkpoint):
         ("qwen2", {"qkv_bias": False}),
         ("qwen2-window-above", {"full_attention_layers": frozenset()}),
         ("qwen2-layer-types", {"full_attention_layers": frozenset({0})}),
-        ("qwen3", {"qk_norm": False}),
+        ("qwen3", {"qk_norm": None}),
         ("qwen3-bias", {"o_bias": False}),
+        ("phi3", {"sliding_window": 8}),
+        ("phi4-mini", {"rotary_dim": 16}),
+        ("phi4-mini", {"rotary_dim": None}),
+        ("olmo2", {"qk_norm": None}),
+        ("granite", {"embedding_multiplier": 1.0}),
+        ("granite", {"attention_multiplier": None}),
+        ("granite", {"logits_scaling": 1.0}),
+        ("gemma2", {"embedding_multiplier": 1.0}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"activation": "silu"}),
+        ("gemma2", {"full_attention_layers": frozenset()}),
+        ("gemma2", {"post_norm": False}),
+        ("gemma3", {"local_rope_theta": None}),
+        ("gemma3", {"rope_divisors": None}),
+        ("starcoder2", {"norm": "rms"}),
+        ("starcoder2", {"activation": "silu"}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+        ("qwen3-moe", {"norm_topk_prob": False}),
     ],
 )
 def test_each_difference_between_families_shows_in_the_logits(family, changes, tmp_path):

@@ -1,9 +1,11 @@
-"""What tests/README.md and mutations.py say of the tests: names exist, nothing is left out."""
+"""What the READMEs and mutations.py say: names exist, nothing is left out."""
 
 import re
 
 import pytest
 from mutations import MUTATIONS, ROOT
+
+from nanobatch.families import ARCHITECTURES
 
 TESTS = ROOT / "tests"
 README = (TESTS / "README.md").read_text()
@@ -22,6 +24,14 @@ def test_each_invariant_has_its_tests():
     for number, cells in rows.items():
         for file in re.findall(r"`(test_\w+\.py)`", cells[-1]):
             assert (TESTS / file).exists(), (number, file)
+
+
+def test_the_table_of_architectures_is_the_code_s():
+    table = [f"| `{name}` | {what} |" for name, what in ARCHITECTURES.items()]
+    found = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if "ForCausalLM" in line
+    ]
+    assert found == table
 
 
 def test_each_fault_has_its_tests():
