@@ -142,6 +142,7 @@ class DecoderLayer(nn.Module):
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_heads, config.num_kv_heads
         self.layer, self.head_dim = layer, D
+        self.is_local = config.window(layer) is not None
         self.heads = [H, K, K]
         self.how = AttentionArgs(
             config.window(layer), config.attention_scale, config.attn_logit_softcapping
@@ -215,16 +216,27 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of packed tokens, after the final norm."""
-        x_TE, residual_TE = self.embed(token_ids_T), None
-        if self.config.embedding_multiplier != 1:
-            x_TE = x_TE * torch.tensor(self.config.embedding_multiplier, dtype=x_TE.dtype)
-        rope = local_rope = self.rope(positions_T, self.inv_freq_R)
+        x_TE, residual_TE = self.embedded(token_ids_T), None
+        rope = local_rope = self.rope(positions_T)
         if self.local_inv_freq_R is not None:
             local_rope = self.rope(positions_T, self.local_inv_freq_R)
         for layer in self.layers:
-            cos_sin = rope if layer.how.sliding_window is None else local_rope
-            x_TE, residual_TE = layer(x_TE, residual_TE, *cos_sin, attend)
+            cos_TR, sin_TR = local_rope if layer.is_local else rope
+            x_TE, residual_TE = layer(x_TE, residual_TE, cos_TR, sin_TR, attend)
         return self.norm(x_TE, residual_TE)[0]
+
+    def embedded(self, token_ids_T: Tensor) -> Tensor:
+        """[T, E], times the multiplier in the model's own format, as Hugging Face has it."""
+        x_TE, multiplier = self.embed(token_ids_T), self.config.embedding_multiplier
+        return x_TE if multiplier == 1 else x_TE * torch.tensor(multiplier, dtype=x_TE.dtype)
+
+    def rope(
+        self, positions_T: Tensor, inv_freq_R: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token's angles: float32 [T, R], R = D / 2."""
+        inv_freq_R = self.inv_freq_R if inv_freq_R is None else inv_freq_R
+        angles_TR = positions_T.float().unsqueeze(1) * inv_freq_R
+        return angles_TR.cos(), angles_TR.sin()
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
         """float32 [S, V] for the rows that need them."""
@@ -250,12 +262,6 @@ class Decoder(nn.Module):
             exact_SX = (weight_SXE @ hidden_SE.float().unsqueeze(2)).squeeze(2)
             logits_SV.scatter_(1, best_SX, exact_SX)
         return logits_SV
-
-    @staticmethod
-    def rope(positions_T: Tensor, inv_freq_R: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of each token's angles: float32 [T, R], R = D / 2."""
-        angles_TR = positions_T.float().unsqueeze(1) * inv_freq_R
-        return angles_TR.cos(), angles_TR.sin()
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
