@@ -27,8 +27,8 @@ from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, ModelC
 from nanobatch.differential import choose, make_noise
 from nanobatch.loader import make_dummy
 from nanobatch.model_runner import ModelRunner
+from nanobatch.replica import VirtualClock
 from nanobatch.sampler import SamplingRow
-from nanobatch.simulator import VirtualClock
 
 LONGEST = 40  # tokens of a request
 MODEL = ModelConfig(
