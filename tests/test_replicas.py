@@ -201,7 +201,7 @@ def choices(*views):
     "views, chosen",
     [
         ([(12, 5, 0), (12, 2, 100), (11, 7, 900)], [2, 1, 2]),  # the docstring's
-        ([(3, 1, 0), (3, 0, 300), (3, 2, 0)], [0, 1, 1]),  # a hit that is not above 0.3
+        ([(3, 1, 0), (3, 2, 300), (3, 0, 0)], [0, 2, 2]),  # a hit that is not above 0.3
         ([(3, 1, 0), (3, 2, 301), (3, 0, 0)], [0, 2, 1]),  # one that is
         ([(3, 2, 600), (3, 1, 600), (4, 0, 500)], [1, 2, 1]),  # of equal hits the less loaded
         ([(5, 0, 0), (4, 0, 0), (4, 0, 0)], [1, 1, 1]),  # of equal loads the one given less
