@@ -11,6 +11,9 @@
                                                  other engines on the same requests, in turns
     python bench.py --simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
                                                  the real scheduler on a GPU that is not there
+    python bench.py --simulate llama-2-7b@a100-80gb --num-replicas 4 --router prefix_aware
+                                                 four of them: three routers side by side, and
+                                                 what each engine did under this one
 
 The rungs, each on the identical requests, which arrive at once unless --request-rate says when:
 
@@ -55,6 +58,7 @@ from nanobatch.ladder import Run, make_ladder
 from nanobatch.loader import load
 from nanobatch.machine import GpuUtilization, Machine, measure_machine
 from nanobatch.metrics import GOODPUT_METRICS
+from nanobatch.router import ROUTERS
 from nanobatch.workload import (
     WorkItem,
     chat_requests,
@@ -99,6 +103,9 @@ COLUMNS = {
     "pool in use": ("pool_utilization", 1, ".0%"),
     "preempted": ("num_preemptions", 1, ".0f"),
     "recomputed": ("recompute_share", 1, ".1%"),
+    "prefix hits": ("prefix_hit_rate", 1, ".0%"),
+    "idlest busy": ("min_busy_share", 1, ".0%"),
+    "busiest busy": ("max_busy_share", 1, ".0%"),
     "of roofline": ("roofline_utilization", 1, ".0%"),
     "NVML util.": ("nvml_gpu_utilization", 1, ".0%"),
 }
@@ -144,14 +151,21 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
     }
 
 
-# Defaults that differ: a small run for real, a large one on the simulator.
+# Defaults that differ: a small run for real, a large one on the simulator, a larger one with
+# prefixes to share on several replicas there.
 REAL = {
     "num_prompts": 48, "input_len": "lognormal:32:1", "output_len": "lognormal:48:1",
-    "prefix_len": 32, "max_num_seqs": 16, "max_num_batched_tokens": 128,
+    "prefix_len": 32, "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_prefixes": 1,
+    "request_rate": "inf", "compare": "ladder",
 }  # fmt: skip
 SIMULATED = {
     "num_prompts": 500, "input_len": "uniform:50:300", "output_len": "lognormal:200:0.5",
-    "prefix_len": 0, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
+    "prefix_len": 0, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_prefixes": 1,
+    "request_rate": "inf", "compare": "ladder",
+}  # fmt: skip
+REPLICAS = SIMULATED | {
+    "num_prompts": 2000, "prefix_len": 1000, "num_prefixes": 200, "max_num_seqs": 64,
+    "request_rate": "25", "compare": "router",
 }  # fmt: skip
 
 
@@ -161,8 +175,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--simulate", metavar="MODEL@GPU", help="the real scheduler on a made-up GPU")
-    compare = ("ladder", "admission", "policy", "preemption", "none")
-    add("--compare", default="ladder", choices=compare, help="rows of --simulate")
+    compare = ("ladder", "admission", "policy", "preemption", "router", "none")
+    add("--compare", choices=compare, help="rows of --simulate (default: ladder)")
     add("--kernels", action="store_true", help="time the kernels, not the engine")
     add("--host", action="store_true", help="time the host's part of a step")
     add("--baseline", action="append", choices=BASELINES, default=[],
@@ -179,13 +193,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     workload = parser.add_argument_group("workload (a length: 128, uniform:16:512, "
                                          "lognormal:200:1, bimodal:32:1000:0.9)")  # fmt: skip
     add = workload.add_argument
-    add("--num-prompts", type=int, help="default: 48; simulated: 500")
+    add("--num-prompts", type=int, help="default: 48; simulated: 500; with replicas 2000")
     add("--input-len", metavar="LENGTH", help="of a prompt's own part, in tokens")
     add("--output-len", metavar="LENGTH", help="of an output, in tokens")
-    add("--prefix-len", type=int, help="tokens that all prompts begin with")
+    add("--prefix-len", type=int, help="tokens that prompts share at their beginning")
+    add("--num-prefixes", type=int, help="different ones (default: 1; with replicas 200)")
     add("--num-turns", type=int, default=1, help="of conversations, --num-prompts of them")
-    add("--request-rate", default="inf", metavar="R[,R...]",
-        help="requests a second (default: all at once); several: a sweep")  # fmt: skip
+    add("--request-rate", metavar="R[,R...]", help="requests a second (default: all at once; "
+        "with replicas 25); several: a sweep")  # fmt: skip
     add("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier")
     add("--trace", metavar="FILE", help="JSON lines: arrival, prompt, output_tokens")
     add("--max-tokens", type=int, help="what requests ask for; default: what they will get")
@@ -204,6 +219,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--preemption", default="recompute", choices=PREEMPTIONS)
     add("--no-enable-prefix-caching", action="store_true", help="not even where a rung has it")
     add("--tensor-parallel-size", type=int, default=1, help="simulated")
+    add("--num-replicas", type=int, help="engines side by side, simulated: compares routers")
+    add("--router", default="prefix_aware", choices=ROUTERS,
+        help="whose replicas are shown one by one (default: %(default)s)")  # fmt: skip
 
     report = parser.add_argument_group("measurement and report")
     add = report.add_argument
@@ -222,7 +240,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _settle(args: argparse.Namespace) -> None:
     """Fill in what was left open, and refuse what cannot be before anything is measured."""
-    for name, value in (SIMULATED if args.simulate else REAL).items():
+    if args.num_replicas is not None and not args.simulate:
+        raise ValueError("--num-replicas is only for --simulate")
+    if args.num_replicas is not None and args.compare not in (None, "router"):
+        raise ValueError(f"--compare is {args.compare}; with --num-replicas it must be router")
+    has_replicas = args.num_replicas is not None or args.compare == "router"
+    if args.num_replicas is None:
+        args.num_replicas = 4 if has_replicas else 1
+    defaults = REPLICAS if has_replicas else SIMULATED if args.simulate else REAL
+    for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.dtype = args.dtype or ("auto" if args.kernels or args.baseline else "float32")
@@ -235,6 +261,7 @@ def _settle(args: argparse.Namespace) -> None:
     least |= dict.fromkeys(("num_prompts", "block_size", "repeat", "max_num_seqs"), 1)
     least |= dict.fromkeys(("max_num_batched_tokens", "threads", "num_blocks"), 1)
     least |= dict.fromkeys(("max_tokens", "tensor_parallel_size", "num_turns"), 1)
+    least |= dict.fromkeys(("num_prefixes", "num_replicas"), 1)
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= 1e9:
@@ -311,7 +338,8 @@ def make_items(args, request_rate: float, vocab_size: int, encode=None) -> list[
     lengths = (args.input_len, args.output_len)
     if args.num_turns > 1:
         return chat_requests(args.num_prompts, args.num_turns, *lengths, **how)
-    return list(random_requests(args.num_prompts, *lengths, prefix_len=args.prefix_len, **how))
+    how |= {"prefix_len": args.prefix_len, "num_prefixes": args.num_prefixes}
+    return list(random_requests(args.num_prompts, *lengths, **how))
 
 
 def engine_config(args, **more) -> EngineConfig:
@@ -394,14 +422,18 @@ def bench_simulated(args) -> dict:
     for rate in args.request_rate:
         items = make_items(args, rate, vocab_size=256)
         config = engine_config(args, num_blocks=args.num_blocks)
-        print(f"{model} on {gpu}, simulated: {describe_items(items, rate)}")
+        where = f"{model} on {gpu}"
+        if args.compare == "router":
+            where = f"{args.num_replicas} times {where}"
+        print(f"{where}, simulated: {describe_items(items, rate)}")
         rows = COMPARISONS[args.compare](config, longest_of(items))
-        of_rate = {}
+        of_rate, replicas = {}, []
         for name, system in rows.items():
             result = run(
                 system,
                 items,
                 max_tokens=args.max_tokens,
+                num_replicas=args.num_replicas,
                 model=model,
                 gpu=gpu,
                 tensor_parallel_size=args.tensor_parallel_size,
@@ -409,7 +441,11 @@ def bench_simulated(args) -> dict:
                 progress=len(items) > 5000,
             )
             of_rate[name] = result.metrics | {"request_rate": _finite(rate)}
+            if name == args.router:
+                replicas = result.replicas
         print_table(of_rate, is_simulated=True)
+        if replicas:
+            print_replicas(args.router, [replica.metrics for replica in replicas])
         suffix = f" @ {rate:g}" if len(args.request_rate) > 1 else ""
         systems |= {name + suffix: figures for name, figures in of_rate.items()}
     if args.plot:
@@ -420,6 +456,13 @@ def bench_simulated(args) -> dict:
         draw = viz.throughput_against_latency if is_sweep else viz.ladder
         draw(systems, title).savefig(args.plot, dpi=150)
     return {"args": args_of(args), "systems": systems}
+
+
+def print_replicas(router: str, replicas: Sequence[dict[str, float]]) -> None:
+    print(f"\n{router + ', replica':24}{'requests':>10}{'busy':>10}{'prefix hits':>14}")
+    for i, s in enumerate(replicas):
+        busy, hits = s["busy_share"], s["prefix_hit_rate"]
+        print(f"{i:>24}{s['completed']:>10}{busy:>10.0%}{hits:>14.0%}")
 
 
 def print_heading(what: str, machine: dict, most: Machine | None) -> None:

@@ -38,9 +38,9 @@ from nanobatch.engine import LLMEngine
 from nanobatch.fused_kernels import HAS_TRITON
 from nanobatch.model import Decoder
 from nanobatch.model_runner import ModelRunner
+from nanobatch.replica import VirtualClock
 from nanobatch.request import RequestOutput, SamplingParams
 from nanobatch.sampler import Sampled, SamplingRow, sample
-from nanobatch.simulator import VirtualClock
 from nanobatch.static_batching import PaddedAttend
 
 NOISE = 1e-3  # on the logits; many times what two orders of float32 sums differ by

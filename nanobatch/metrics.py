@@ -63,6 +63,12 @@ class InterTokenLatencies:
         """The request has ended."""
         self._last.pop(request_id, None)
 
+    def take_in(self, other: InterTokenLatencies) -> None:
+        """Add the times that another has collected."""
+        self._buckets.update(other._buckets)
+        self._count += other._count
+        self._sum += other._sum
+
     @property
     def mean(self) -> float:
         """Seconds; 0 of nothing."""
@@ -175,6 +181,11 @@ class EngineStats:
         self.num_budget_tokens += config.max_num_batched_tokens
         self.num_blocks_in_use += num_blocks_in_use
         self.num_pool_blocks += config.num_blocks
+
+    def take_in(self, other: EngineStats) -> None:
+        """Add another engine's counts."""
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
     @property
     def slot_utilization(self) -> float:

@@ -4,11 +4,12 @@
     admission    static, on_demand, reserve, predict
     policy       fcfs, sjf (with the lengths known, and learned), each with max_wait
     preemption   recompute, swap
+    router       round_robin, least_loaded, prefix_aware: which of several engines
     none         the engine as it is configured
 
-Every row is given the same requests on the same GPU. Run by `python bench.py --simulate
-MODEL@GPU --compare KIND`. Taught in notebooks/03_iteration_level_scheduling.ipynb and
-08_measuring_honestly.ipynb.
+Every row is given the same requests on the same GPU, or on several of them. Run by `python
+bench.py --simulate MODEL@GPU --compare KIND`. Taught in
+notebooks/03_iteration_level_scheduling.ipynb and 08_measuring_honestly.ipynb.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from dataclasses import dataclass, replace
 
 from nanobatch.config import EngineConfig
 from nanobatch.policy import SJF, LearnedLengths, Policy
+from nanobatch.replica import SimulationResult
 from nanobatch.request import Request, SamplingParams
-from nanobatch.simulator import SimulationResult, simulate
+from nanobatch.router import ROUTERS
+from nanobatch.simulator import ReplicasResult, simulate, simulate_replicas
 from nanobatch.workload import WorkItem
 
 STOP_TOKEN = 1 << 30  # ends a text; in no vocabulary
@@ -27,10 +30,12 @@ STOP_TOKEN = 1 << 30  # ends a text; in no vocabulary
 
 @dataclass(frozen=True)
 class System:
-    """One row of a comparison. policy makes one anew, as policies may learn."""
+    """One row of a comparison. policy makes one anew, as policies may learn; a router makes it
+    a row of several replicas."""
 
     config: EngineConfig
     policy: Callable[[], Policy] | None = None
+    router: str | None = None
 
 
 def ladder(config: EngineConfig, longest: int) -> dict[str, System]:
@@ -82,11 +87,17 @@ def preemptions(config: EngineConfig, longest: int) -> dict[str, System]:
     return {"recompute": System(replace(config, preemption="recompute")), "swap": System(swap)}
 
 
+def routers(config: EngineConfig, longest: int) -> dict[str, System]:
+    """Which of several engines a request goes to."""
+    return {name: System(config, router=name) for name in ROUTERS}
+
+
 COMPARISONS = {
     "ladder": ladder,
     "admission": admissions,
     "policy": policies,
     "preemption": preemptions,
+    "router": routers,
     "none": lambda config, longest: {"engine": System(config)},
 }
 
@@ -115,22 +126,27 @@ def run(
     items: list[WorkItem],
     *,
     max_tokens: int | None = None,
+    num_replicas: int = 1,
     model: str,
     gpu: str,
     tensor_parallel_size: int = 1,
     goodput: Mapping[str, float] | None = None,
     progress: bool = False,
-) -> SimulationResult:
-    """Simulate one row of a comparison; no timeline is kept."""
-    return simulate(
-        requests_of(items, max_tokens),
-        model=model,
-        gpu=gpu,
-        config=system.config,
-        tensor_parallel_size=tensor_parallel_size,
-        policy=None if system.policy is None else system.policy(),
-        output_lens={str(i): item.num_output_tokens for i, item in enumerate(items)},
-        goodput=goodput,
-        keep_timeline=False,
-        progress=progress,
-    )
+) -> SimulationResult | ReplicasResult:
+    """Simulate one row of a comparison; no timeline is kept. num_replicas counts only for a
+    system with a router."""
+    how = {
+        "model": model,
+        "gpu": gpu,
+        "config": system.config,
+        "tensor_parallel_size": tensor_parallel_size,
+        "output_lens": {str(i): item.num_output_tokens for i, item in enumerate(items)},
+        "goodput": goodput,
+        "keep_timeline": False,
+        "progress": progress,
+    }
+    requests = requests_of(items, max_tokens)
+    if system.router is not None:
+        return simulate_replicas(requests, num_replicas, system.router, **how)
+    policy = None if system.policy is None else system.policy()
+    return simulate(requests, policy=policy, **how)

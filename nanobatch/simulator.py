@@ -1,110 +1,35 @@
-"""Batching at the scale of real models, on a laptop: the real scheduler, a made-up GPU.
+r"""Batching at the scale of real models, on a laptop: the real scheduler, a made-up GPU.
 
-    requests --arrive--> Scheduler --plan--> SimulatedRunner --cost model--> VirtualClock
-                             ^------------ update, tokens of no meaning -----------|
+    requests, as they arrive --router--> Replica 0     each an engine of its own, with its own
+                                     \-> Replica 1     scheduler, pool and prefix cache
+                                      \-> ...          (replica.py), all on one virtual time
 
 Everything is real but the numbers: Scheduler, BlockAllocator, policies, admission, preemption
 and prefix cache are those of the engine, and so is every plan. Only the time a plan takes comes
 from a cost model (cost_model.py), and tokens mean nothing: a request ends when it is told to.
 
 Always holds: the same requests give the same result on every machine; on the same requests the
-engine makes the same plans (all that differs is time).
+engine makes the same plans (all that differs is time); a router is asked in order of arrival,
+and sees every replica as it is at that time.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb and 08_measuring_honestly.ipynb. Source:
-Vidur (Agrawal et al., MLSys 2024), which simulates schedulers likewise.
+Vidur (Agrawal et al., MLSys 2024), which simulates schedulers and clusters likewise.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nanobatch.admission import Admission
-from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, check_choice, check_int
 from nanobatch.cost_model import GPUS, CostModel
-from nanobatch.engine import StepResult
-from nanobatch.metrics import EngineStats, InterTokenLatencies, summarize
-from nanobatch.model_config import settle_max_model_len
-from nanobatch.plan import SchedulerOutput
 from nanobatch.policy import Policy
-from nanobatch.request import Request, RequestMetrics
-from nanobatch.scheduler import Scheduler
+from nanobatch.replica import Replica, SimulationResult, duration_of, summarize_all
+from nanobatch.request import Request
+from nanobatch.router import Router, make_router
 from nanobatch.shapes import MODEL_SHAPES
-
-SOME_TOKEN = [0]
-
-
-class VirtualClock:
-    """Time that passes when it is told to. Seconds."""
-
-    def __init__(self, start: float = 0.0):
-        self._now = start
-
-    def now(self) -> float:
-        return self._now
-
-    def sleep_until(self, t: float) -> None:
-        """Go on to t, unless that has passed."""
-        self._now = max(self._now, t)
-
-
-class SimulatedRunner:
-    """Runs plans by letting time pass. It serves an LLMEngine as well as simulate().
-
-    Args:
-        cost_model: says how long a plan takes.
-        clock: is moved on by that.
-        output_lens: by request id, how many tokens a request's output has when its text ends
-            by itself, with a stop token; who is not here goes on to max_tokens.
-    """
-
-    def __init__(
-        self,
-        cost_model: CostModel,
-        clock: VirtualClock,
-        output_lens: Mapping[str, int] | None = None,
-    ):
-        self.cost_model = cost_model
-        self.clock = clock
-        self.output_lens = {} if output_lens is None else output_lens
-
-    def run(self, plan: SchedulerOutput) -> StepResult:
-        """A token for whoever samples; it means nothing, or that the text has ended."""
-        self.clock.sleep_until(self.clock.now() + self.cost_model.step_seconds(plan))
-        sampling = [row.request for row in plan.scheduled if row.samples]
-        tokens = dict.fromkeys([request.request_id for request in sampling], SOME_TOKEN)
-        if self.output_lens:
-            for request in sampling:
-                length = self.output_lens.get(request.request_id)
-                if length == len(request.output_token_ids) + 1 and request.stop_token_ids:
-                    tokens[request.request_id] = [request.stop_token_ids[0]]
-        return StepResult(tokens)
-
-
-class StepRecord(NamedTuple):
-    """One step. start, duration: seconds. num_tokens: by request id. preempted: ids."""
-
-    start: float
-    duration: float
-    num_tokens: dict[str, int]
-    preempted: list[str]
-
-
-@dataclass
-class SimulationResult:
-    """What came of a simulation.
-
-    metrics: under the keys of bench.py's JSON (metrics.summarize), and utilizations.
-    timeline: one record a step, if it was kept.
-    requests: the times and counts of each request, by id.
-    """
-
-    metrics: dict[str, float]
-    timeline: list[StepRecord]
-    requests: dict[str, RequestMetrics]
 
 
 def make_cost_model(
@@ -162,102 +87,106 @@ def simulate(
     """
     config = EngineConfig() if config is None else config
     cost_model = make_cost_model(model, gpu, tensor_parallel_size, config.block_size)
-    config = _settle(config, cost_model)
-    allocator = BlockAllocator(
-        config.num_blocks, config.block_size, config.enable_prefix_caching
-    )
-    scheduler = Scheduler(config, allocator, policy, admission)
-    clock = VirtualClock()
-    runner = SimulatedRunner(cost_model, clock, output_lens)
-    seen = _Seen(config, keep_timeline)
-    coming = _Coming(requests, progress)
-    while True:
-        start = clock.now()
-        coming.add_due(scheduler, start)
-        plan = scheduler.schedule(start)
-        if not plan.scheduled:  # idle: nothing happens until somebody comes
-            if coming.next is None:
-                break
-            clock.sleep_until(coming.next.arrival_time)
-            continue
-        num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
-        result = runner.run(plan)
-        seen.step(plan, result.token_ids, start, clock.now(), num_blocks_in_use)
-        finished = scheduler.update(plan, result.token_ids, clock.now())
-        seen.finished(finished)
-        coming.show(len(finished))
-    return seen.result(clock.now(), goodput)
+    replica = Replica(config, cost_model, policy, admission, output_lens, keep_timeline)
+    serve(requests, [replica], lambda request: 0, progress)
+    return replica.result(duration_of([replica]), goodput)
 
 
-def _settle(config: EngineConfig, cost_model: CostModel) -> EngineConfig:
-    config = settle_max_model_len(config, cost_model.model)
-    num_blocks = cost_model.num_blocks(config.gpu_memory_utilization)
-    if config.num_blocks is not None:
-        num_blocks = config.num_blocks
-    return dataclasses.replace(config, num_blocks=num_blocks)
+@dataclass
+class ReplicasResult:
+    """What came of a simulation of several replicas.
+
+    metrics: as in SimulationResult, over all of them; prefix_hit_rate, the share of the tokens
+        of the prompts that a prefix cache had; busy_share, the share of the time that was
+        spent in steps; min_ and max_busy_share, of the idlest and the busiest replica.
+    replicas: one result each, with its own prefix_hit_rate and busy_share. Rates are over the
+        whole duration, so that they add up.
+    """
+
+    metrics: dict[str, float]
+    replicas: list[SimulationResult]
 
 
-class _Coming:
-    """The requests that have yet to arrive; `next` is the first of them."""
+def simulate_replicas(
+    requests: Iterable[Request],
+    num_replicas: int,
+    router: str | Router = "round_robin",
+    *,
+    model: str = "llama-2-7b",
+    gpu: str = "a100-80gb",
+    config: EngineConfig | None = None,
+    tensor_parallel_size: int = 1,
+    output_lens: Mapping[str, int] | None = None,
+    goodput: Mapping[str, float] | None = None,
+    keep_timeline: bool = True,
+    progress: bool = False,
+) -> ReplicasResult:
+    """Serve the requests on several equal engines, each on GPUs of its own.
 
-    def __init__(self, requests: Iterable[Request], progress: bool):
+    Args:
+        num_replicas: how many.
+        router: one of router.ROUTERS, or an object with choose(request, replicas) -> index.
+        The others: as in simulate(); config is that of each engine.
+
+    Raises:
+        ValueError: as in simulate(); no such router, or it names no replica.
+    """
+    check_int("num_replicas", num_replicas, 1)
+    config = EngineConfig() if config is None else config
+    cost_model = make_cost_model(model, gpu, tensor_parallel_size, config.block_size)
+    replicas = [
+        Replica(config, cost_model, output_lens=output_lens, keep_timeline=keep_timeline)
+        for _ in range(num_replicas)
+    ]
+    chooser = make_router(router) if isinstance(router, str) else router
+    serve(requests, replicas, lambda request: chooser.choose(request, replicas), progress)
+    duration = duration_of(replicas)
+    results = [replica.result(duration, goodput) for replica in replicas]
+    for replica, result in zip(replicas, results, strict=True):
+        result.metrics |= _shares([replica], duration)
+    shares = [result.metrics["busy_share"] for result in results]
+    metrics = summarize_all(replicas, duration, goodput) | _shares(replicas, duration)
+    metrics |= {"min_busy_share": min(shares), "max_busy_share": max(shares)}
+    return ReplicasResult(metrics, results)
+
+
+def _shares(replicas: Sequence[Replica], duration: float) -> dict[str, float]:
+    done = [m for replica in replicas for m in replica.requests.values()]
+    num_prompt = sum(m.num_prompt_tokens for m in done)
+    num_cached = sum(m.num_cached_tokens for m in done)
+    busy_seconds = sum(replica.busy_seconds for replica in replicas)
+    return {
+        "prefix_hit_rate": num_cached / max(1, num_prompt),
+        "busy_share": busy_seconds / (duration * len(replicas)),
+    }
+
+
+def serve(
+    requests: Iterable[Request],
+    replicas: Sequence[Replica],
+    choose: Callable[[Request], int],
+    progress: bool = False,
+) -> None:
+    """Bring each request, when it arrives, to the replica that is chosen, and let all end.
+
+    Args:
+        requests, progress: as in simulate().
+        replicas: all are at the time of the arrival when choose is asked.
+        choose: gives the index of a replica.
+    """
+    count = None
+    if progress:
+        from tqdm.auto import tqdm
+
         total = len(requests) if isinstance(requests, Sequence) else None
-        if isinstance(requests, Sequence):
-            requests = sorted(requests, key=lambda r: r.arrival_time)
-        self._requests = iter(requests)
-        self.next = next(self._requests, None)
-        self._bar = None
-        if progress:
-            from tqdm.auto import tqdm
-
-            self._bar = tqdm(total=total, unit="request", mininterval=1.0)
-
-    def add_due(self, scheduler: Scheduler, now: float) -> None:
-        while self.next is not None and self.next.arrival_time <= now:
-            scheduler.add(self.next)
-            self.next = next(self._requests, None)
-
-    def show(self, num_finished: int) -> None:
-        if self._bar is not None and num_finished:
-            self._bar.update(num_finished)
-
-
-class _Seen:
-    """What is noted while a simulation runs."""
-
-    def __init__(self, config: EngineConfig, keep_timeline: bool):
-        self._config = config
-        self._keep_timeline = keep_timeline
-        self._stats, self._itl = EngineStats(), InterTokenLatencies()
-        self._timeline: list[StepRecord] = []
-        self._requests: dict[str, RequestMetrics] = {}
-
-    def step(
-        self,
-        plan: SchedulerOutput,
-        token_ids: Mapping[str, Sequence[int]],
-        start: float,
-        end: float,
-        num_blocks_in_use: int,
-    ) -> None:
-        """A plan was computed between start and end."""
-        self._stats.count_step(plan, self._config, num_blocks_in_use)
-        self._stats.num_preemptions += len(plan.preempted)
-        self._itl.step(token_ids, end)
-        if self._keep_timeline:
-            num_tokens = {row.request.request_id: row.num_tokens for row in plan.scheduled}
-            preempted = [request.request_id for request in plan.preempted]
-            self._timeline.append(StepRecord(start, end - start, num_tokens, preempted))
-
-    def finished(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._itl.forget(request.request_id)
-            self._requests[request.request_id] = request.metrics
-
-    def result(self, now: float, goodput: Mapping[str, float] | None) -> SimulationResult:
-        done = list(self._requests.values())
-        first = min((m.arrival_time for m in done), default=0.0)
-        duration = max(now - first, 1e-9)
-        metrics = summarize(done, duration, self._itl, goodput) | self._stats.utilizations()
-        metrics["num_swapped_blocks"] = self._stats.num_swapped_blocks
-        return SimulationResult(metrics, self._timeline, self._requests)
+        count = tqdm(total=total, unit="request", mininterval=1.0).update
+    if isinstance(requests, Sequence):
+        requests = sorted(requests, key=lambda r: r.arrival_time)
+    for request in requests:
+        for replica in replicas:
+            replica.advance(request.arrival_time, count)
+        chosen = choose(request)
+        check_int("the router's choice", chosen, 0, len(replicas) - 1)
+        replicas[chosen].add(request)
+    for replica in replicas:
+        replica.advance(math.inf, count)

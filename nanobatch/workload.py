@@ -5,7 +5,7 @@
                 "uniform:16:512"           between
                 "lognormal:200:1.0"        mean and sigma; at most 4 times the mean
                 "bimodal:32:1000:0.9"      the first of the two with this probability
-    prompts     random tokens behind a shared prefix; conversations that grow turn by turn
+    prompts     random tokens behind shared prefixes; conversations that grow turn by turn
     a trace     JSON lines: {"arrival": s, "prompt": text | ids | count, "output_tokens": n}
 
 Real lengths are skewed: most answers are short and a few are very long. A lognormal
@@ -136,29 +136,34 @@ def random_requests(
     output_len: str | int,
     *,
     prefix_len: int = 0,
+    num_prefixes: int = 1,
     request_rate: float = math.inf,
     burstiness: float = 1.0,
     vocab_size: int = 256,
     seed: int = 0,
 ) -> Iterator[WorkItem]:
-    """Prompts of random tokens behind one shared prefix, in order of arrival.
+    """Prompts of random tokens behind shared prefixes, in order of arrival.
 
     Args:
         num_prompts: how many.
         input_len, output_len: lengths of a prompt's own part and of the output, in tokens;
             see parse_lengths.
-        prefix_len: tokens that all prompts begin with (a system prompt).
+        prefix_len: tokens that prompts share at their beginning (a system prompt).
+        num_prefixes: how many such there are; each request has one of them, any as likely.
         request_rate, burstiness: see arrival_times.
         vocab_size: token ids are drawn from [0, vocab_size).
         seed: of everything.
     """
+    check_int("num_prefixes", num_prefixes, 1)
     rng = random.Random(seed)
     own_len, out_len = parse_lengths(input_len), parse_lengths(output_len)
-    prefix = _random_tokens(rng, vocab_size, prefix_len)
+    prefixes = [_random_tokens(rng, vocab_size, prefix_len) for _ in range(num_prefixes)]
     # The times have a stream of their own: another rate brings the same requests.
+    which = random.Random(seed + 2)
     times = arrival_times(num_prompts, request_rate, burstiness, random.Random(seed + 1))
     for now in times:
         num_own, num_output = own_len(rng), out_len(rng)
+        prefix = which.choice(prefixes)
         yield WorkItem(prefix + _random_tokens(rng, vocab_size, num_own), num_output, now)
 
 

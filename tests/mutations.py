@@ -71,6 +71,12 @@ MUTATIONS = {
     "window-off-by-one": Mutation("attention_masks.py", "key_pos > query_pos - sliding_window", "key_pos >= query_pos - sliding_window", "tests/test_attention.py"),
     "tail-not-zeroed": Mutation("sequence_groups.py", "        x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
     "padding-row-writes": Mutation("decode_graphs.py", "(0, num_pads), value=PADDING_SLOT)", "(0, num_pads))", "tests/test_decode_graphs.py"),
+    # ---- several engines
+    "router-sees-the-future": Mutation("replica.py", "            if self.clock.now() > until:\n                return\n", "", "tests/test_replicas.py"),
+    "late-to-the-step": Mutation("replica.py", "self.clock.now() < until and", "self.clock.now() <= until and", "tests/test_replicas.py"),
+    "hits-of-another-salt": Mutation("replica.py", "allocator.match_prefix(request.token_ids, request.cache_salt)", "allocator.match_prefix(request.token_ids)", "tests/test_replicas.py"),
+    "hot-prefix-drowns-one": Mutation("router.py", "        if not self.are_far_apart([replica.num_unfinished for replica in replicas]):\n", "        if True:\n", "tests/test_replicas.py"),
+    "least-loaded-by-history": Mutation("router.py", "return replica.num_unfinished, replica.num_given", "return replica.num_given, replica.num_unfinished", "tests/test_replicas.py"),
     # ---- kernels
     "kernel-32-bit-slots": Mutation("paged_attention_kernel.py", "(block_L.to(tl.int64) * K + kv_head)", "(block_L * K + kv_head)", "tests/test_kernels.py"),
     "kernel-poisoned-values": Mutation("paged_attention_kernel.py", "v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0)", "v_LD = tl.load(v_cache_ptr + where_LD, mask=is_d_D[None, :] & (pos_L >= 0)[:, None], other=0.0)", "tests/test_kernels.py"),

@@ -28,8 +28,8 @@ from nanobatch.differential import choose, make_noise
 from nanobatch.loader import make_dummy
 from nanobatch.model_config import ModelConfig
 from nanobatch.model_runner import ModelRunner
+from nanobatch.replica import VirtualClock
 from nanobatch.sampler import SamplingRow
-from nanobatch.simulator import VirtualClock
 
 LONGEST = 40  # tokens of a request
 MODEL = ModelConfig(

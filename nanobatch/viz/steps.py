@@ -30,7 +30,7 @@ from matplotlib.ticker import MaxNLocator
 
 from nanobatch.config import cdiv
 from nanobatch.plan import SchedulerOutput
-from nanobatch.simulator import SimulationResult, StepRecord
+from nanobatch.replica import SimulationResult, StepRecord
 from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
 
 AnyStep = SchedulerOutput | StepRecord | Mapping[str, int]
