@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from nanobatch import cpu_kernels
 from nanobatch.config import ModelConfig
 from nanobatch.fused_kernels import rms_norm, silu_mul, top_ids
+from nanobatch.tensor_parallel import Ranks
 
 Attend = Callable[..., Tensor]
 NUM_EXACT_LOGITS = 32
@@ -85,10 +86,21 @@ class GateUp(Linear):
         return self._kernels.gated_product(x_TE, self.packed, self.packed_bias)
 
 
+class SummedLinear(Linear):
+    """A product whose inputs are split over ranks: each computes a part of every sum."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool, ranks: Ranks):
+        super().__init__(in_size, out_size, bias)
+        self.ranks = ranks
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        return self.ranks.sum(super().forward(x_TE))
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP. The three (two) input projections are one matrix product."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks):
         super().__init__()
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_heads, config.num_kv_heads
@@ -99,10 +111,10 @@ class DecoderLayer(nn.Module):
         self.qkv = Linear(E, (H + K + K) * D, bias=config.qkv_bias)
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
-        self.o = Linear(H * D, E, bias=config.o_bias)
+        self.o = SummedLinear(H * D, E, config.o_bias, ranks)
         self.mlp_norm = RMSNorm(E, config.rms_norm_eps)
         self.gate_up = GateUp(E, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, E, bias=config.mlp_bias)
+        self.down = SummedLinear(config.intermediate_size, E, config.mlp_bias, ranks)
 
     def forward(
         self,
@@ -125,14 +137,21 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Built on the meta device; the loader brings the weights."""
+    """The whole model, or this rank's part of it: `config` is the shape of the part.
 
-    def __init__(self, config: ModelConfig):
+    Built on the meta device; the loader brings the weights.
+    """
+
+    def __init__(self, config: ModelConfig, ranks: Ranks | None = None):
         super().__init__()
-        self.config = config
+        self.ranks = ranks = Ranks() if ranks is None else ranks
+        self.vocab_size = config.vocab_size
+        self.config = config = ranks.part_of(config)
         embed_VE = torch.empty(config.vocab_size, config.hidden_size)
         self.embed = nn.Embedding.from_pretrained(embed_VE)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, ranks) for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("inv_freq_R", _rope_frequencies(config), persistent=False)
@@ -147,14 +166,18 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of packed tokens, after the final norm."""
-        x_TE, residual_TE = self.embed(token_ids_T), None
+        x_TE, residual_TE = self.ranks.embed(token_ids_T, self.embed.weight), None
         cos_TR, sin_TR = self.rope(positions_T)
         for layer in self.layers:
             x_TE, residual_TE = layer(x_TE, residual_TE, cos_TR, sin_TR, attend)
         return self.norm(x_TE, residual_TE)[0]
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """float32 [S, V] for the rows that need them.
+        """float32 [S, V] for the rows that need them, the same on all ranks."""
+        return self.ranks.join_columns(self._own_logits(hidden_SE), self.vocab_size)
+
+    def _own_logits(self, hidden_SE: Tensor) -> Tensor:
+        """float32 [S, V] for this rank's part of the vocabulary.
 
         A logit near 20 moves in steps of 1/8 in bfloat16, which ties the best tokens with
         each other. Where sums come rounded, those that matter most are computed anew.
