@@ -66,6 +66,7 @@ class LLM:
         dtype = resolve_dtype(config.dtype, device)
         ranks.check_same(model=str(model), config=config, dtype=dtype, device=device.type)
         loaded = load(str(model), dtype, device, config.seed, ranks)
+        ranks.all_of(0)  # wait for each other here, where a rank that could not load is missed
         runner = ModelRunner(loaded.model, config)
         self.name = str(model)
         self.tokenizer = loaded.tokenizer

@@ -80,13 +80,20 @@ class Ranks:
         Args:
             name: of our tensor, "layers.0.qkv.weight", that it becomes part of.
             shape: of the checkpoint's, q_proj's for one.
+
+        Raises:
+            ValueError: nothing here says how such a tensor is shared.
         """
         layer, kind = name.split(".")[-2:]
-        if self.size > 1 and layer in ROWS_SPLIT:
+        if self.size == 1 or layer.endswith("norm"):
+            return ()
+        if layer in ROWS_SPLIT:
             return (self._share(shape[0]),)
-        if self.size > 1 and layer in COLUMNS_SPLIT and kind == "weight":
-            return (slice(None), self._share(shape[1]))
-        return ()
+        if layer in COLUMNS_SPLIT:
+            return (slice(None), self._share(shape[1])) if kind == "weight" else ()
+        raise ValueError(
+            f"tensor_parallel_size is {self.size}; {name} cannot be shared: it must be 1"
+        )
 
     def _share(self, num: int) -> slice:
         each = cdiv(num, self.size)
@@ -135,7 +142,7 @@ class Ranks:
 
     def first(self, values: Sequence[float]) -> list[float]:
         """Rank 0's numbers, on all ranks; each gives as many. Whole ones to 2**53 are exact."""
-        if self.size == 1 or not dist.is_initialized():
+        if self.size == 1 or not dist.is_initialized():  # after a failure: together()
             return list(values)
         values_X = torch.tensor(values, dtype=torch.float64)
         dist.broadcast(values_X, src=0)

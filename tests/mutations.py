@@ -86,6 +86,11 @@ MUTATIONS = {
     "c-nan-is-a-number": Mutation("cpu_elem.h", "return is_nan ? 0x7fc0 : ", "return ", "tests/test_cpu_kernels.py"),
     "c-last-of-equals": Mutation("cpu_kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/test_cpu_kernels.py"),
     "tiles-lower-rows": Mutation("cpu_matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/test_cpu_kernels.py"),
+    # ---- several ranks
+    "bias-of-every-rank": Mutation("tensor_parallel.py", "return torch.zeros_like(part) if is_added_by_one and self.rank > 0 else part", "return part", "tests/test_tensor_parallel.py"),
+    "rows-of-other-ranks": Mutation("tensor_parallel.py", "x_TE.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)", "x_TE", "tests/test_tensor_parallel.py"),
+    "each-rank-its-clock": Mutation("tensor_parallel.py", "[now] = self._ranks.first([self._clock.now()])", "now = self._clock.now()", "tests/test_tensor_parallel.py"),
+    "each-rank-its-tokens": Mutation("model_runner.py", "agree=self.ranks.first", "agree=list", "tests/test_tensor_parallel.py"),
     # ---- sampling and text
     "top-k-after-top-p": Mutation("sampler.py", "    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)\n", "", "tests/test_sampler.py"),
     "top-p-drops-the-likeliest": Mutation("sampler.py", "    is_past_XV[:, 0] = False  # the likeliest token always stays\n", "", "tests/test_sampler.py"),

@@ -1,7 +1,9 @@
 """What each rank does for test_tensor_parallel.py, which starts it: with torchrun, or by hand.
 
-serve DIR     requests of all kinds, then a step that fails on rank 1 alone
-forever DIR   requests without end, until somebody dies
+    serve DIR DEVICE     requests of all kinds, then (on CPUs) a step that fails on rank 1 alone
+    forever DIR DEVICE   requests without end, until somebody dies
+
+What was found goes to DIR, as JSON under the number of the rank.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ SMALL_POOL = {
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SEEDED = [SamplingParams(max_tokens=12, top_p=0.95, seed=i, logprobs=1) for i in range(4)]
 BENCH = (
-    "--tensor-parallel-size=2 --device=cpu --num-prompts=3 --input-len=8 --output-len=4 "
+    "--tensor-parallel-size=2 --num-prompts=3 --input-len=8 --output-len=4 "
     "--max-num-seqs=2 --max-num-batched-tokens=32 --request-rate=100 --repeat=1"
 )
 
@@ -60,7 +62,7 @@ def message_of(call, *args, **kwargs):
 
 
 def start(model, **config):
-    return LLM(str(model), tensor_parallel_size=2, device="cpu", **config)
+    return LLM(str(model), tensor_parallel_size=2, device=sys.argv[3], **config)
 
 
 def fail_on_rank_1(llm, folder, rank):
@@ -104,9 +106,11 @@ def serve(folder):
         message_of(LLM, "tiny"),
     ]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        bench.main([*BENCH.split(), "--save-json", str(folder / f"bench-{rank}.json")])
+        report = str(folder / f"bench-{rank}.json")
+        bench.main([*BENCH.split(), "--device", sys.argv[3], "--save-json", report])
     found["printed"] = printed.getvalue()
-    found |= fail_on_rank_1(llm, folder, rank)
+    if sys.argv[3] == "cpu":
+        found |= fail_on_rank_1(llm, folder, rank)
     part = folder / f"{rank}.part"
     part.write_text(json.dumps(found))
     part.rename(folder / f"{rank}.json")  # whole or not at all

@@ -32,7 +32,7 @@ BIASED = ModelConfig(
 
 
 def environment(**more):
-    gone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+    gone = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {name: value for name, value in os.environ.items() if name not in gone}
     paths = [str(HERE.parent), env.get("PYTHONPATH", "")]
     return env | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | more
@@ -47,16 +47,20 @@ def biased(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def served(biased):
-    """What each of two ranks found, and the folder they wrote to."""
+def serve(folder, device):
+    """What each of two ranks found."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*launch, "--nproc-per-node", "2", SCRIPT, "serve", str(biased)],
+        [*launch, "--nproc-per-node", "2", SCRIPT, "serve", str(folder), device],
         env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads((biased / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def served(biased):
+    return serve(biased, "cpu")
 
 
 # ---- the parts ---------------------------------------------------------------------------
@@ -138,6 +142,12 @@ def test_an_mlp_that_cannot_be_shared_is_refused_by_name():
         Ranks(0, 2).part_of(config)
 
 
+def test_a_tensor_of_another_kind_is_refused_by_name():
+    with pytest.raises(ValueError, match="size is 2; layers.0.experts.weight cannot be shared"):
+        Ranks(0, 2).slices("layers.0.experts.weight", (4, 8, 8))
+    assert Ranks().slices("layers.0.experts.weight", (4, 8, 8)) == ()
+
+
 @pytest.mark.parametrize("size, world_size", [(2, None), (2, "3"), (1, "2")])
 def test_another_number_of_processes_is_refused(size, world_size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -162,11 +172,10 @@ def test_a_model_loaded_for_another_number_is_refused():
 # ---- two processes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["tiny float32", "biased float32"])
-def test_two_ranks_say_what_one_says(served, biased, model):
+def check_against_one(served, model, folder):
     name, dtype = model.split()
-    llm = LLM("tiny" if name == "tiny" else str(biased / name), dtype=dtype, **SMALL_POOL)
-    alone = answers(llm)
+    name = "tiny" if name == "tiny" else str(folder / name)
+    alone = answers(LLM(name, dtype=dtype, device="cpu", **SMALL_POOL))
     assert alone["preempted"] > 0
     for found in served:
         for what in ("greedy", "seeded", "preempted"):
@@ -175,6 +184,20 @@ def test_two_ranks_say_what_one_says(served, biased, model):
         torch.testing.assert_close(
             torch.tensor(found[model]["logprobs"]), torch.tensor(alone["logprobs"]), **close
         )
+
+
+@pytest.mark.parametrize("model", ["tiny float32", "biased float32"])
+def test_two_ranks_say_what_one_says(served, biased, model):
+    check_against_one(served, model, biased)
+
+
+@pytest.mark.gpu
+def test_two_gpus_say_what_a_cpu_says(biased):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    served = serve(biased, "cuda")
+    check_against_one(served, "biased float32", biased)
+    assert served[0]["other draws"] == served[1]["other draws"]
 
 
 def test_in_bfloat16_the_cpu_s_kernels_take_parts(served):
@@ -228,7 +251,7 @@ def test_a_killed_rank_ends_the_other(victim, tmp_path):
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, "forever", str(tmp_path)],
+            [sys.executable, SCRIPT, "forever", str(tmp_path), "cpu"],
             env=environment(RANK=str(rank), **where), stderr=subprocess.PIPE, text=True,
         )
         for rank in (0, 1)
