@@ -11,8 +11,8 @@
                                                  other engines on the same requests, in turns
     python bench.py --simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
                                                  the real scheduler on a GPU that is not there
-    torchrun --nproc-per-node 2 bench.py --tensor-parallel-size 2 --model smollm2
-                                                 a model shared by two processes
+    torchrun --nproc-per-node 2 bench.py --tensor-parallel-size 2
+                                                 the model shared by two processes
 
 The rungs, each on the identical requests, which arrive at once unless --request-rate says when:
 

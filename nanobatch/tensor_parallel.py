@@ -14,8 +14,9 @@ engine, and call it alike: nobody is told what to do, the same plan is made ever
 
 Always holds: all ranks make the same plans. A plan follows from calls, tokens and times alone
 (the control plane is deterministic). Token ids are those that rank 0 sampled, and times those
-of its clock, so that no rounding, no other CPU and no other clock can set ranks apart. The
-logits are the same bits besides: one rank computes each, the others copy it.
+of its clock, so that no rounding, no other CPU and no other clock can set ranks apart. (The
+logits are the same bits anyway, since one rank computes each and the others copy it; but what
+a GPU's cumulative sums make of them may differ in the last bit from one call to the next.)
 
 A rank that dies closes its connections: on a CPU the others' next exchange raises. On GPUs
 NCCL waits for it until TIMEOUT, or until torchrun, which notices, ends the others.
