@@ -34,9 +34,8 @@ class Checkpoint(Protocol):
 
     config: ModelConfig
 
-    def get(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor of that name, or a part of it; ValueError unless it is there and, as a
-        whole, of that shape."""
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of that name; ValueError unless it is there and of that shape."""
         ...
 
     def check_all_read(self) -> None:
@@ -56,11 +55,6 @@ def _check_none_left(where: object, names: Collection[str]) -> None:
         raise ValueError(f"{where}: nothing of the model reads {min(names)}")
 
 
-def _part(whole: Tensor, cut: tuple[slice, ...]) -> Tensor:
-    """In memory of its own, so that the whole is let go."""
-    return whole[cut].clone() if cut else whole
-
-
 class Dummy:
     """Seeded random weights, scaled so that activations neither vanish nor explode."""
 
@@ -69,12 +63,12 @@ class Dummy:
         self._device = device  # made where they are used: a 7B model's take a CPU a minute
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def get(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...] = ()) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Ones for a norm; else normal with variance 1 / inputs."""
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         numbers = torch.randn(shape, generator=self._generator, device=self._device)
-        return _part(numbers * shape[-1] ** -0.5, cut)
+        return numbers * shape[-1] ** -0.5
 
     def check_all_read(self) -> None:
         """Nothing can be left over."""
@@ -117,8 +111,8 @@ class HFDirectory:
                 raise ValueError(f"{file}: not a whole safetensors file: {error}") from None
         return self._open_files[file]
 
-    def get(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor of that name from whichever file has it; only what is cut out is read."""
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of that name, from whichever file has it."""
         from safetensors import SafetensorError
 
         file = self._file_of.get(name)
@@ -128,7 +122,7 @@ class HFDirectory:
             piece = self._open(file).get_slice(name)
             _check_shape(file, name, piece.get_shape(), shape)
             self._unread.discard(name)
-            return piece[cut or slice(None)].contiguous()  # columns come with all there are
+            return piece[:]
         except SafetensorError as error:
             raise ValueError(f"{file}: {name} cannot be read: {error}") from None
 
@@ -256,7 +250,7 @@ class GgufFile:
             eos_token_ids=() if eos is None else (eos,),
         )
 
-    def get(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...] = ()) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of that (Hugging Face) name, dequantized to float32."""
         from gguf.quants import dequantize
 
@@ -279,7 +273,7 @@ class GgufFile:
         is_llama = self.config.architecture == LLAMA
         if is_llama and part in ("self_attn.q_proj", "self_attn.k_proj"):
             weight = self._half_split(weight)
-        return _part(weight, cut)
+        return weight
 
     def check_all_read(self) -> None:
         """Raise ValueError if a tensor was left over: the model would not be this one."""

@@ -237,18 +237,14 @@ def _build(
     """An empty decoder of the checkpoint's shape, and its tensors put in."""
     with torch.device("meta"):
         model = Decoder(checkpoint.config, ranks)
-    ranks = model.ranks
     weights = {}
     for name, parts in _sources(checkpoint.config).items():
         if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
             weights[name] = weights["embed.weight"]
             continue
-        tensors = [
-            checkpoint.get(part, shape, ranks.slices(name, shape)).to(device, dtype)
-            for part, shape in parts
-        ]
-        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        weights[name] = ranks.finish(name, joined, model.config)
+        tensors = [checkpoint.get(part, shape).to(device, dtype) for part, shape in parts]
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        weights[name] = model.ranks.cut(name, whole, checkpoint.config)
     checkpoint.check_all_read()
     model.load_state_dict(weights, strict=True, assign=True)
     return model.to(device).eval().requires_grad_(False)

@@ -43,8 +43,6 @@ from torch import Tensor
 from nanobatch.config import ModelConfig, cdiv
 
 TIMEOUT = timedelta(minutes=5)  # for a rank that hangs, or that takes longer to load
-ROWS_SPLIT = {"embed", "qkv", "gate_up", "lm_head"}
-COLUMNS_SPLIT = {"o", "down"}
 
 
 @dataclass(frozen=True)
@@ -75,42 +73,40 @@ class Ranks:
                 )
         return dataclasses.replace(config, **parts)
 
-    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Where this rank's part lies in one of the checkpoint's tensors.
+    def cut(self, name: str, whole: Tensor, config: ModelConfig) -> Tensor:
+        """This rank's part of one of our tensors, in memory of its own: the whole is let go.
 
         Args:
-            name: of our tensor, "layers.0.qkv.weight", that it becomes part of.
-            shape: of the checkpoint's, q_proj's for one.
+            name: "layers.0.qkv.weight" for one. whole: as a single process would have it.
+            config: the shape of the whole model.
 
         Raises:
             ValueError: nothing here says how such a tensor is shared.
         """
         layer, kind = name.split(".")[-2:]
         if self.size == 1 or layer.endswith("norm"):
-            return ()
-        if layer in ROWS_SPLIT:
-            return (self._share(shape[0]),)
-        if layer in COLUMNS_SPLIT:
-            return (slice(None), self._share(shape[1])) if kind == "weight" else ()
+            return whole
+        if layer in ("embed", "lm_head"):
+            each = cdiv(config.vocab_size, self.size)
+            rows = whole[self.rank * each : (self.rank + 1) * each]
+            return F.pad(rows, (0, 0, 0, each - len(rows)))
+        if layer == "qkv":
+            sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+            return self._rows(whole, [size * config.head_dim for size in sizes])
+        if layer == "gate_up":
+            num_products = len(whole) // config.intermediate_size
+            return self._rows(whole, [config.intermediate_size] * num_products)
+        if layer in ("o", "down") and kind == "weight":
+            return whole.chunk(self.size, dim=1)[self.rank].contiguous()
+        if layer in ("o", "down"):  # the sum of all ranks has it once
+            return whole if self.rank == 0 else torch.zeros_like(whole)
         raise ValueError(
             f"tensor_parallel_size is {self.size}; {name} cannot be shared: it must be 1"
         )
 
-    def _share(self, num: int) -> slice:
-        each = cdiv(num, self.size)
-        return slice(min(self.rank * each, num), min((self.rank + 1) * each, num))
-
-    def finish(self, name: str, part: Tensor, config: ModelConfig) -> Tensor:
-        """What a part lacks yet: a vocabulary's padding; a bias that only rank 0 may add.
-
-        Args:
-            name, part: our tensor, as slices() cut it. config: of the part.
-        """
-        layer, kind = name.split(".")[-2:]
-        if layer in ("embed", "lm_head"):
-            return F.pad(part, (0, 0, 0, config.vocab_size - len(part)))
-        is_added_by_one = layer in COLUMNS_SPLIT and kind == "bias"
-        return torch.zeros_like(part) if is_added_by_one and self.rank > 0 else part
+    def _rows(self, whole: Tensor, sizes: list[int]) -> Tensor:
+        """The share of each of several matrices, which lie one after another."""
+        return torch.cat([x.chunk(self.size)[self.rank] for x in whole.split(sizes)])
 
     # ----------------------------------------------------------------- exchanges of each step
 

@@ -87,7 +87,7 @@ MUTATIONS = {
     "c-last-of-equals": Mutation("cpu_kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/test_cpu_kernels.py"),
     "tiles-lower-rows": Mutation("cpu_matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/test_cpu_kernels.py"),
     # ---- several ranks
-    "bias-of-every-rank": Mutation("tensor_parallel.py", "return torch.zeros_like(part) if is_added_by_one and self.rank > 0 else part", "return part", "tests/test_tensor_parallel.py"),
+    "bias-of-every-rank": Mutation("tensor_parallel.py", "return whole if self.rank == 0 else torch.zeros_like(whole)", "return whole", "tests/test_tensor_parallel.py"),
     "rows-of-other-ranks": Mutation("tensor_parallel.py", "x_TE.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)", "x_TE", "tests/test_tensor_parallel.py"),
     "each-rank-its-clock": Mutation("tensor_parallel.py", "[now] = self._ranks.first([self._clock.now()])", "now = self._clock.now()", "tests/test_tensor_parallel.py"),
     "each-rank-its-tokens": Mutation("model_runner.py", "agree=self.ranks.first", "agree=list", "tests/test_tensor_parallel.py"),
