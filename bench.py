@@ -14,6 +14,8 @@
     python bench.py --simulate llama-2-7b@a100-80gb --num-replicas 4 --router prefix_aware
                                                  four of them: three routers side by side, and
                                                  what each engine did under this one
+    torchrun --nproc-per-node 2 bench.py --tensor-parallel-size 2
+                                                 the model shared by two processes
 
 The rungs, each on the identical requests, which arrive at once unless --request-rate says when:
 
@@ -32,7 +34,9 @@ JSON keys follow `vllm bench`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import io
 import json
 import platform
 import statistics
@@ -59,6 +63,7 @@ from nanobatch.loader import load
 from nanobatch.machine import GpuUtilization, Machine, measure_machine
 from nanobatch.metrics import GOODPUT_METRICS
 from nanobatch.router import ROUTERS
+from nanobatch.tensor_parallel import Ranks, join
 from nanobatch.workload import (
     WorkItem,
     chat_requests,
@@ -218,7 +223,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--admission", default="on_demand", choices=ADMISSIONS)
     add("--preemption", default="recompute", choices=PREEMPTIONS)
     add("--no-enable-prefix-caching", action="store_true", help="not even where a rung has it")
-    add("--tensor-parallel-size", type=int, default=1, help="simulated")
+    add("--tensor-parallel-size", type=int, default=1, help="simulated, or torchrun's")
     add("--num-replicas", type=int, help="engines side by side, simulated: compares routers")
     add("--router", default="prefix_aware", choices=ROUTERS,
         help="whose replicas are shown one by one (default: %(default)s)")  # fmt: skip
@@ -278,6 +283,12 @@ def _settle(args: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(name)} is {file}; there is no such directory")
     if args.plot is not None and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot is {args.plot}; it must end in .png, .pdf or .svg")
+    shares = args.tensor_parallel_size > 1 and not args.simulate
+    if shares and (args.kernels or args.host or args.baseline or args.check is not None):
+        raise ValueError(
+            f"--tensor-parallel-size is {args.tensor_parallel_size}; only the ladder and "
+            "--simulate take more than 1"
+        )
     if args.simulate and args.simulate.count("@") != 1:
         raise ValueError(f"--simulate is {args.simulate}; it must be MODEL@GPU")
 
@@ -317,9 +328,18 @@ def main(argv: Sequence[str] | None = None) -> dict:
     elif args.baseline:
         report = bench_baselines(args)
     else:
+        ranks = join(args.tensor_parallel_size, args.device)
         device = resolve_device(args.device)
-        bench = bench_kernels if args.kernels else bench_engine
-        report = (bench if args.check is None else check_engine)(args, device)
+        if args.check is not None:
+            report = check_engine(args, device)
+        elif args.kernels:
+            report = bench_kernels(args, device)
+        elif ranks.rank == 0:
+            report = bench_engine(args, device, ranks)
+        else:  # it does the same; one says so
+            args.save_json = args.plot = None
+            with contextlib.redirect_stdout(io.StringIO()):
+                report = bench_engine(args, device, ranks)
     if args.save_json:
         Path(args.save_json).write_text(json.dumps(report, indent=2, allow_nan=False))
     return report
@@ -517,15 +537,15 @@ def bench_baselines(args) -> dict:
     return {"machine": machine, "args": args_of(args), "engines": rows}
 
 
-def bench_engine(args, device: torch.device) -> dict:
+def bench_engine(args, device: torch.device, ranks: Ranks) -> dict:
     dtype = resolve_dtype(args.dtype, device)
-    loaded = load(args.model, dtype, device)
+    loaded = load(args.model, dtype, device, ranks=ranks)
     model = loaded.model
     is_small = sum(p.numel() for p in model.parameters()) < 10_000_000
     if args.threads or is_small:  # its products are too small to be shared between cores
         torch.set_num_threads(args.threads or 1)
     encode = None if loaded.tokenizer is None else loaded.tokenizer.encode
-    vocab_size = min(256, model.config.vocab_size)
+    vocab_size = min(256, model.vocab_size)
     items = make_items(args, args.request_rate[0], vocab_size, encode)
     machine = describe_machine(device)
     most = measure_machine(device, dtype) if device.type == "cuda" else None
@@ -535,7 +555,8 @@ def bench_engine(args, device: torch.device) -> dict:
         machine,
         most,
     )
-    rungs = make_ladder(model, longest_of(items), engine_config(args))
+    config = engine_config(args, tensor_parallel_size=ranks.size)
+    rungs = make_ladder(model, longest_of(items), config)
     for rung in rungs.values():
         few = items[: args.max_num_seqs]
         rung([replace(item, num_output_tokens=2, arrival_time=0.0) for item in few])

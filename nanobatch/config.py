@@ -114,7 +114,8 @@ class EngineConfig:
             on, float16 below; on a CPU bfloat16 where it multiplies that in hardware (AVX-512
             BF16 or AMX), else float32.
         gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
-        tensor_parallel_size: GPUs that share one model.
+        tensor_parallel_size: processes that share one model, a GPU or some cores for each; as
+            many as torchrun has started (tensor_parallel.py).
         seed: of the random streams of requests that bring no seed.
 
     Raises:
@@ -165,7 +166,7 @@ class EngineConfig:
         check_float(
             "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 1)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_int("seed", self.seed, -(2**63), 2**63 - 1)
         self._check_together()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nanobatch.config import EngineConfig, cdiv
-from nanobatch.engine import LLMEngine, StepResult, WallClock
+from nanobatch.engine import LLMEngine, StepResult
 from nanobatch.machine import Machine
 from nanobatch.metrics import InterTokenLatencies, summarize
 from nanobatch.model import Decoder
@@ -73,13 +73,16 @@ class WatchedRunner:
         return self.runner.run(plan)
 
 
-def run_static(model, items: Sequence[WorkItem], batch_size: int, num_slots: int) -> Run:
+def run_static(
+    runner: ModelRunner, items: Sequence[WorkItem], batch_size: int, num_slots: int
+) -> Run:
     """Batches of at most batch_size, of those that have arrived when the last one is done. A
     row is credited at its own last token, though a server that returns whole batches would
     make it wait for the longest."""
-    clock, outputs, metrics, num_turns, work = WallClock(), [], [], 0, []
+    clock, model = runner.clock, runner.model
+    outputs, metrics, num_turns, work = [], [], 0, []
     itl = InterTokenLatencies()
-    itemsize = model.embed.weight.dtype.itemsize
+    itemsize = runner.dtype.itemsize
     start = clock.now()
     while len(outputs) < len(items):
         first = len(outputs)
@@ -115,7 +118,8 @@ def run_static(model, items: Sequence[WorkItem], batch_size: int, num_slots: int
 def run_engine(runner: ModelRunner, items: Sequence[WorkItem], config: EngineConfig) -> Run:
     """A fresh engine, cold prefix cache included: a runner keeps nothing between requests."""
     watched, itl = WatchedRunner(runner), InterTokenLatencies()
-    engine = LLMEngine(replace(config, num_blocks=runner.config.num_blocks), watched)
+    config = replace(config, num_blocks=runner.config.num_blocks)
+    engine = LLMEngine(config, watched, clock=runner.clock)
     start = engine.clock.now()
     coming, done = list(enumerate(items))[::-1], {}
     while coming or engine.has_unfinished():
@@ -167,8 +171,8 @@ def make_ladder(
     num_blocks = slots * cdiv(longest, config.block_size) if on_cuda else None
     runner = ModelRunner(model, replace(whole, num_blocks=num_blocks))
     return {
-        "sequential": lambda items: run_static(model, items, 1, slots),
-        "static": lambda items: run_static(model, items, slots, slots),
+        "sequential": lambda items: run_static(runner, items, 1, slots),
+        "static": lambda items: run_static(runner, items, slots, slots),
         "continuous": lambda items: run_engine(runner, items, whole),
         "+ chunked prefill": lambda items: run_engine(runner, items, chunked),
         "+ prefix cache": lambda items: run_engine(runner, items, cached),

@@ -31,6 +31,7 @@ from nanobatch.engine import LLMEngine
 from nanobatch.loader import load
 from nanobatch.model_runner import ModelRunner
 from nanobatch.request import Request, RequestOutput, SamplingParams
+from nanobatch.tensor_parallel import join
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,18 @@ class LLM:
                 + ", ".join(sorted(names))
             )
         config = dataclasses.replace(config or EngineConfig(), **overrides)
+        ranks = join(config.tensor_parallel_size, config.device)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        loaded = load(str(model), dtype, device, seed=config.seed)
+        ranks.check_same(model=str(model), config=config, dtype=dtype, device=device.type)
+        loaded = load(str(model), dtype, device, config.seed, ranks)
+        ranks.all_of(0)  # wait for each other here, where a rank that could not load is missed
         runner = ModelRunner(loaded.model, config)
         self.name = str(model)
         self.tokenizer = loaded.tokenizer
-        self.engine = LLMEngine(runner.config, runner, tokenizer=loaded.tokenizer)
+        self.engine = LLMEngine(
+            runner.config, runner, tokenizer=loaded.tokenizer, clock=runner.clock
+        )
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}  # by request id
         logger.info("%r, attention_backend=%r", self, runner.backend)
 
@@ -195,8 +201,8 @@ class LLM:
             if not request.is_finished:
                 self.engine.abort(request.request_id)
 
-    @staticmethod
-    def _bar(total: int, shown: bool):
+    def _bar(self, total: int, shown: bool):
         from tqdm.auto import tqdm
 
-        return tqdm(total=total, disable=not shown, unit="request")
+        is_first = self.engine.runner.ranks.rank == 0
+        return tqdm(total=total, disable=not (shown and is_first), unit="request")

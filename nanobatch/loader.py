@@ -37,6 +37,7 @@ from nanobatch.hf_config import to_hf_config
 from nanobatch.model import Decoder
 from nanobatch.model_config import ModelConfig
 from nanobatch.shapes import MODEL_SHAPES
+from nanobatch.tensor_parallel import Ranks
 from nanobatch.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from nanobatch.weight_names import Source, sources
 
@@ -55,7 +56,11 @@ class LoadedModel:
 
 
 def load(
-    name: str, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a model by name (see the module's list).
 
@@ -64,6 +69,7 @@ def load(
         dtype: of the weights, whatever the checkpoint has.
         device: where they go.
         seed: of a dummy's weights.
+        ranks: who shares the model; only this rank's part is kept. None: nobody.
 
     Raises:
         FileNotFoundError: there is no such path, or the hub has or can be reached for nothing.
@@ -76,22 +82,26 @@ def load(
             raise ValueError(
                 f"model is {name!r}; dummy: takes one of {', '.join(MODEL_SHAPES)}"
             )
-        return LoadedModel(make_dummy(MODEL_SHAPES[shape], dtype, device, seed), None)
+        return LoadedModel(make_dummy(MODEL_SHAPES[shape], dtype, device, seed, ranks), None)
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)
         tokenizer = _tokenizer_of(path.parent, path) if checkpoint.has_tokenizer else None
-        return LoadedModel(_build(checkpoint, dtype, device), tokenizer)
+        return LoadedModel(_build(checkpoint, dtype, device, ranks), tokenizer)
     checkpoint = HFDirectory(path)
-    return LoadedModel(_build(checkpoint, dtype, device), _tokenizer_of(path))
+    return LoadedModel(_build(checkpoint, dtype, device, ranks), _tokenizer_of(path))
 
 
 def make_dummy(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """A decoder of any shape with seeded random weights."""
     device = torch.device(device)
-    return _build(Dummy(config, seed, device), dtype, device)
+    return _build(Dummy(config, seed, device), dtype, device, ranks)
 
 
 def _find(name: str) -> Path:
@@ -185,16 +195,19 @@ def _gguf_tokenizer(file: Path) -> HFTokenizer:
     return tokenizer
 
 
-def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
+def _build(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
+) -> Decoder:
     """An empty decoder of the checkpoint's shape, and its tensors put in."""
     with torch.device("meta"):
-        model = Decoder(checkpoint.config)
+        model = Decoder(checkpoint.config, ranks)
     weights = {}
     for name, source in sources(checkpoint.config).items():
         if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
             weights[name] = weights["embed.weight"]
             continue
-        weights[name] = _read(checkpoint, source, dtype, device)
+        whole = _read(checkpoint, source, dtype, device)
+        weights[name] = model.ranks.cut(name, whole, checkpoint.config)
     checkpoint.check_all_read()
     model.load_state_dict(weights, strict=True, assign=True)
     return model.to(device).eval().requires_grad_(False)
@@ -223,13 +236,15 @@ def save(model: Decoder, directory: Path) -> None:
 
     Raises:
         ValueError: its RoPE is scaled (what it was scaled by is not kept), its weights were
-            changed when they were read, or laid out for a CPU's tiles.
+            changed when they were read, or laid out for a CPU's tiles, or are one rank's part.
     """
     from safetensors.torch import save_file
 
     config = model.config
     if config.rope_divisors is not None:
         raise ValueError("a model with scaled RoPE cannot be saved; use its own directory")
+    if model.ranks.size > 1:
+        raise ValueError(f"one of {model.ranks.size} ranks' parts cannot be saved; load all")
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("a model that a ModelRunner laid out cannot be saved; load it anew")
     tensors, ours = {}, model.state_dict()

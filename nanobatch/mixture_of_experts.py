@@ -23,13 +23,15 @@ from torch import Tensor, nn
 
 from nanobatch.fused_kernels import HAS_TRITON, silu_mul
 from nanobatch.model_config import ModelConfig
+from nanobatch.tensor_parallel import Ranks
 
 
 class Experts(nn.Module):
     """The router, and the gated MLPs of X experts as two tensors."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ranks: Ranks):
         super().__init__()
+        self.ranks = ranks  # each has a part of every expert
         E, X = config.hidden_size, config.num_experts
         size = config.moe_intermediate_size
         self.num_chosen, self.norms = config.num_experts_per_tok, config.norm_topk_prob
@@ -47,7 +49,8 @@ class Experts(nn.Module):
         unsorted_ME = torch.empty_like(rows_ME)
         unsorted_ME[order_M] = rows_ME
         shares_TC1 = share_TC.to(x_TE.dtype).unsqueeze(2)
-        return (unsorted_ME.unflatten(0, (-1, self.num_chosen)) * shares_TC1).sum(dim=1)
+        x_TE = (unsorted_ME.unflatten(0, (-1, self.num_chosen)) * shares_TC1).sum(dim=1)
+        return self.ranks.sum(x_TE)
 
     def route(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's C experts: their shares, float32 [T, C], and their ids, int64 [T, C]."""

@@ -28,6 +28,7 @@ from nanobatch.attention import AttentionArgs
 from nanobatch.fused_kernels import gelu_mul, layer_norm, rms_norm, silu_mul, top_ids
 from nanobatch.mixture_of_experts import Experts
 from nanobatch.model_config import ModelConfig
+from nanobatch.tensor_parallel import Ranks
 
 Attend = Callable[..., Tensor]
 NUM_EXACT_LOGITS = 32
@@ -116,16 +117,27 @@ class GateUp(Linear):
         return self._kernels.gated_product(x_TE, self.packed, self.packed_bias)
 
 
+class SummedLinear(Linear):
+    """A product whose inputs are split over ranks: each computes a part of every sum."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool, ranks: Ranks):
+        super().__init__(in_size, out_size, bias)
+        self.ranks = ranks
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        return self.ranks.sum(super().forward(x_TE))
+
+
 class MLP(nn.Module):
     """Up, activation, down; gated: times another product of the same input."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ranks: Ranks):
         super().__init__()
         E, F = config.hidden_size, config.intermediate_size
         self.is_gated, self.activation = config.gated_mlp, config.activation
         kind = GateUp if self.is_gated and self.activation == "silu" else Linear
         self.gate_up = kind(E, (2 if self.is_gated else 1) * F, bias=config.mlp_bias)
-        self.down = Linear(F, E, bias=config.mlp_bias)
+        self.down = SummedLinear(F, E, config.mlp_bias, ranks)
 
     def forward(self, x_TE: Tensor) -> Tensor:
         x_TF = self.gate_up(x_TE)
@@ -137,7 +149,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP. The three (two) input projections are one matrix product."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks):
         super().__init__()
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_heads, config.num_kv_heads
@@ -155,10 +167,11 @@ class DecoderLayer(nn.Module):
             q_size, k_size = (H * D, K * D) if self.norms_all_heads else (D, D)
             self.q_norm = RMSNorm(q_size, config.rms_norm_eps)
             self.k_norm = RMSNorm(k_size, config.rms_norm_eps)
-        self.o = Linear(H * D, E, bias=config.o_bias)
+        self.o = SummedLinear(H * D, E, config.o_bias, ranks)
         self.attention_post_norm = make_norm(config) if config.post_norm else None
         self.mlp_norm = make_norm(config) if config.pre_norm else NoNorm()
-        self.mlp = Experts(config) if config.has_experts(layer) else MLP(config)
+        kind = Experts if config.has_experts(layer) else MLP
+        self.mlp = kind(config, ranks)
         self.mlp_post_norm = make_norm(config) if config.post_norm else None
 
     def forward(
@@ -192,14 +205,21 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Built on the meta device; the loader brings the weights."""
+    """The whole model, or this rank's part of it: `config` is the shape of the part.
 
-    def __init__(self, config: ModelConfig):
+    Built on the meta device; the loader brings the weights.
+    """
+
+    def __init__(self, config: ModelConfig, ranks: Ranks | None = None):
         super().__init__()
-        self.config = config
+        self.ranks = ranks = Ranks() if ranks is None else ranks
+        self.vocab_size = config.vocab_size
+        self.config = config = ranks.part_of(config)
         embed_VE = torch.empty(config.vocab_size, config.hidden_size)
         self.embed = nn.Embedding.from_pretrained(embed_VE)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, ranks) for i in range(config.num_layers)
+        )
         self.norm = make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("inv_freq_R", rope_frequencies(config), persistent=False)
@@ -227,7 +247,8 @@ class Decoder(nn.Module):
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
         """[T, E], times the multiplier in the model's own format, as Hugging Face has it."""
-        x_TE, multiplier = self.embed(token_ids_T), self.config.embedding_multiplier
+        x_TE = self.ranks.embed(token_ids_T, self.embed.weight)
+        multiplier = self.config.embedding_multiplier
         return x_TE if multiplier == 1 else x_TE * torch.tensor(multiplier, dtype=x_TE.dtype)
 
     def rope(
@@ -239,15 +260,15 @@ class Decoder(nn.Module):
         return angles_TR.cos(), angles_TR.sin()
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """float32 [S, V] for the rows that need them."""
-        logits_SV = self._products(hidden_SE)
+        """float32 [S, V] for the rows that need them, the same on all ranks."""
+        logits_SV = self.ranks.join_columns(self._products(hidden_SE), self.vocab_size)
         if self.config.logits_scaling != 1:
             logits_SV = logits_SV / self.config.logits_scaling
         cap = self.config.final_logit_softcapping
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 
     def _products(self, hidden_SE: Tensor) -> Tensor:
-        """lm_head in float32.
+        """lm_head in float32, for this rank's part of the vocabulary.
 
         A logit near 20 moves in steps of 1/8 in bfloat16, which ties the best tokens with
         each other. Where sums come rounded, those that matter most are computed anew.

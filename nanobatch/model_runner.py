@@ -26,12 +26,13 @@ from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.config import EngineConfig, cdiv
 from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, cache_bytes, measure_step
-from nanobatch.engine import StepResult
+from nanobatch.engine import StepResult, WallClock
 from nanobatch.model import Decoder
 from nanobatch.model_config import ModelConfig, settle_max_model_len
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.request import Request, SamplingParams
 from nanobatch.sampler import SamplingRow, sample
+from nanobatch.tensor_parallel import SharedClock
 
 CPU_CACHE_BYTES = 2 * GIB  # of the cache, unless num_blocks says how much
 MAX_CACHE_BYTES = 2**40
@@ -53,14 +54,24 @@ class ModelRunner:
         model: with its weights; on a CPU those in bfloat16 are laid out anew, for good.
         config: its None fields are settled here; see `.config`.
 
+    Its clock is what an engine around it goes by: one for all ranks, if there are several.
+
     Raises:
         ValueError: max_model_len exceeds what the model was made for, the attention backend
-            cannot be had, or the memory does not suffice.
+            cannot be had, the memory does not suffice, or the model was loaded for another
+            tensor_parallel_size.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig):
-        self.model = model
-        self.vocab_size = model.config.vocab_size
+        self.model, self.ranks = model, model.ranks
+        if config.tensor_parallel_size != self.ranks.size:
+            raise ValueError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}; the model was loaded "
+                f"for {self.ranks.size}"
+            )
+        own_clock = WallClock()
+        self.clock = own_clock if self.ranks.size == 1 else SharedClock(self.ranks, own_clock)
+        self.vocab_size = model.vocab_size
         self.eos_token_ids = model.config.eos_token_ids
         weight = model.embed.weight
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
@@ -85,6 +96,7 @@ class ModelRunner:
         size = bytes_per_block(self.model.config, config.block_size, self.dtype)
         if self.on_cuda:
             num_blocks = min(self._free_bytes(config) // size, MAX_AUTO_BLOCKS)
+            num_blocks = min(self.ranks.all_of(num_blocks))
             if num_blocks < 1:
                 raise ValueError(
                     f"gpu_memory_utilization is {config.gpu_memory_utilization}; the weights "
@@ -100,7 +112,8 @@ class ModelRunner:
     def _free_bytes(self, config: EngineConfig) -> int:
         """What a GPU has left for the cache beside a step of the largest size."""
         try:
-            memory = measure_step(lambda: self._largest_step(config), self.device)
+            with self.ranks.together():
+                memory = measure_step(lambda: self._largest_step(config), self.device)
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs "
@@ -143,7 +156,8 @@ class ModelRunner:
             return torch.empty(shape, dtype=self.dtype, device=device)
 
         try:
-            return [(cache(), cache()) for _ in range(model.num_layers)]
+            with self.ranks.together():
+                return [(cache(), cache()) for _ in range(model.num_layers)]
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"num_blocks is {num_blocks}; {num_blocks * size / GIB:.1f} GiB of cache do "
@@ -152,19 +166,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self) -> DecodeGraphs:
-        return DecodeGraphs(
-            lambda batch: self.model.logits(self._hidden(batch, self.caches)),
-            max_num_seqs=self.config.max_num_seqs,
-            max_blocks=cdiv(self.config.max_model_len, self.config.block_size),
-            vocab_size=self.vocab_size,
-            device=self.device,
-        )
+        with self.ranks.together():
+            return DecodeGraphs(
+                lambda batch: self.model.logits(self._hidden(batch, self.caches)),
+                max_num_seqs=self.config.max_num_seqs,
+                max_blocks=cdiv(self.config.max_model_len, self.config.block_size),
+                vocab_size=self.vocab_size,
+                device=self.device,
+            )
 
     # ------------------------------------------------------------------------------ each step
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute a plan: write its keys and values, sample where a row's last token is in."""
+        with self.ranks.together():
+            return self._run(plan)
+
+    def _run(self, plan: SchedulerOutput) -> StepResult:
         _copy_blocks(plan.swap_out, self.caches, self.host_caches)
         _copy_blocks(plan.swap_in, self.host_caches, self.caches)
         sampling = [i for i, s in enumerate(plan.scheduled) if s.samples]
@@ -173,7 +192,8 @@ class ModelRunner:
             return StepResult({})
         requests = [plan.scheduled[i].request for i in sampling]
         result = StepResult({}, {}, {})
-        sampled = sample(logits_SV, [_sampling_row(r) for r in requests])
+        rows = [_sampling_row(request) for request in requests]
+        sampled = sample(logits_SV, rows, agree=self.ranks.first)
         for request, one in zip(requests, sampled, strict=True):
             if one.error is not None:
                 result.errors[request.request_id] = one.error

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,12 +62,17 @@ class Sampled:
     error: str | None = None
 
 
-def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+def sample(
+    logits_SV: Tensor,
+    rows: Sequence[SamplingRow],
+    agree: Callable[[list[int]], Sequence[float]] = list,
+) -> list[Sampled]:
     """Choose one token for each row.
 
     Args:
         logits_SV: float32 [S, V], the model's raw logits; not changed.
         rows: S of them.
+        agree: from the tokens chosen here to those that count (tensor_parallel.py).
     """
     raw_SV = logits_SV
     logits_SV = _adjust(raw_SV, rows)
@@ -84,6 +89,7 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         drawn = _draw(logits_SV[random_rows], [rows[i] for i in random_rows])
         for i, token_id in zip(random_rows, drawn, strict=True):
             tokens[i] = token_id
+    tokens = [int(token_id) for token_id in agree(tokens)]
     return [
         Sampled(tokens[i], _logprobs(raw_SV[i], rows[i].params.logprobs, tokens[i]))
         if is_ok[i]

@@ -101,6 +101,11 @@ MUTATIONS = {
     "experts-a-tile-too-far": Mutation("grouped_matmul_kernel.py", "right=True)", "right=False)", "tests/test_experts.py"),
     "gemma-norms-as-they-are": Mutation("families.py", "        \"norm_offset\": 1.0,\n", "", "tests/test_models.py"),
     "rope-pairs-not-reordered": Mutation("weight_names.py", "    head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]\n", "    head = list(range(D))\n", "tests/test_models.py"),
+    # ---- several ranks
+    "bias-of-every-rank": Mutation("tensor_parallel.py", "return whole if self.rank == 0 else torch.zeros_like(whole)", "return whole", "tests/test_tensor_parallel.py"),
+    "rows-of-other-ranks": Mutation("tensor_parallel.py", "x_TE.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)", "x_TE", "tests/test_tensor_parallel.py"),
+    "each-rank-its-clock": Mutation("tensor_parallel.py", "[now] = self._ranks.first([self._clock.now()])", "now = self._clock.now()", "tests/test_tensor_parallel.py"),
+    "each-rank-its-tokens": Mutation("model_runner.py", "agree=self.ranks.first", "agree=list", "tests/test_tensor_parallel.py"),
     # ---- sampling and text
     "top-k-after-top-p": Mutation("sampler.py", "    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)\n", "", "tests/test_sampler.py"),
     "top-p-drops-the-likeliest": Mutation("sampler.py", "    is_past_XV[:, 0] = False  # the likeliest token always stays\n", "", "tests/test_sampler.py"),

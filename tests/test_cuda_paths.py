@@ -26,6 +26,7 @@ from nanobatch.model import Decoder
 from nanobatch.model_runner import MAX_AUTO_BLOCKS, ModelRunner, bytes_per_block
 from nanobatch.shapes import MODEL_SHAPES
 from nanobatch.static_batching import run_static_batch
+from nanobatch.tensor_parallel import Ranks
 
 pytest.importorskip("triton")
 from nanobatch import elementwise_kernels, paged_attention_kernel  # noqa: E402
@@ -147,10 +148,10 @@ class OnlyOnGpu(TorchDispatchMode):
         return out
 
 
-def fake_decoder(name="tiny", dtype=torch.bfloat16):
+def fake_decoder(name="tiny", dtype=torch.bfloat16, ranks=None):
     """A decoder on a GPU that is not there (call it in a FakeTensorMode)."""
     with torch.device("meta"):
-        model = Decoder(MODEL_SHAPES[name])
+        model = Decoder(MODEL_SHAPES[name], ranks)
     weights = {
         name: torch.empty(weight.shape, dtype=dtype, device=GPU)
         for name, weight in model.state_dict().items()
@@ -223,6 +224,17 @@ def test_the_pool_is_what_the_largest_step_leaves(
     assert all(cache.is_cuda for pair in runner.caches for cache in pair)
 
 
+def test_ranks_take_a_pool_that_fits_all_of_them(launches, numbers_are_zero, monkeypatch):
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(f"nanobatch.tensor_parallel.dist.{name}", lambda *tensors: None)
+    monkeypatch.setattr("nanobatch.tensor_parallel.dist.is_initialized", lambda: True)
+    monkeypatch.setattr(Ranks, "all_of", lambda ranks, number: [number, 40])
+    config = EngineConfig(cuda_graphs=False, tensor_parallel_size=2, max_num_seqs=3)
+    with FakeTensorMode():
+        runner = ModelRunner(fake_decoder(ranks=Ranks(0, 2)), config)
+    assert runner.config.num_blocks == 40 == runner.caches[0][0].shape[0]
+
+
 def test_memory_that_does_not_suffice_is_a_value_error(launches, numbers_are_zero, monkeypatch):
     def run_out(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -272,6 +284,33 @@ def test_a_captured_step_neither_waits_nor_copies(name, launches):
             assert launches["rms_norm_kernel"] == norms_of_a_layer * config.num_layers + 1
         batch = pack([Row([5], 20, [3, 1]), Row([6], 0, [2])], 16)
         assert graphs.replay(batch).shape == (2, config.vocab_size)
+
+
+def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches, monkeypatch):
+    config, exchanges = MODEL_SHAPES["llama-3.1-8b"], []
+    for name in ("all_reduce", "all_gather"):
+        stand_in = lambda *tensors, name=name: exchanges.append(name)  # noqa: E731
+        monkeypatch.setattr(f"nanobatch.tensor_parallel.dist.{name}", stand_in)
+    monkeypatch.setattr("nanobatch.tensor_parallel.dist.is_initialized", lambda: True)
+    with FakeTensorMode():
+        model = fake_decoder("llama-3.1-8b", ranks=Ranks(1, 4))
+        engine_config = EngineConfig(num_blocks=40, cuda_graphs=False, tensor_parallel_size=4)
+        runner = ModelRunner(model, engine_config)
+        assert runner.caches[0][0].shape[1] == config.num_kv_heads // 4
+
+        def forward(batch):
+            with OnlyOnGpu():
+                return model.logits(runner._hidden(batch, runner.caches))
+
+        def capture(step):
+            exchanges.clear()
+            with torch.inference_mode():
+                step()
+            in_layers = ["all_reduce"] * (2 * config.num_layers)
+            assert exchanges == ["all_reduce", *in_layers, "all_gather"]
+            return step
+
+        DecodeGraphs(forward, 2, 256, config.vocab_size, runner.device, capture)
 
 
 def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkeypatch):

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from nanobatch import mixture_of_experts
 from nanobatch.mixture_of_experts import Experts, count_ids, grouped_matmul
 from nanobatch.model_config import ModelConfig
+from nanobatch.tensor_parallel import Ranks
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -71,7 +72,7 @@ def experts(num_experts=5, num_chosen=2, **changes):
         num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, num_experts=num_experts,
         num_experts_per_tok=num_chosen, moe_intermediate_size=12, **changes,
     )  # fmt: skip
-    layer = Experts(config).requires_grad_(False)
+    layer = Experts(config, Ranks()).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.normal_()
     return layer
