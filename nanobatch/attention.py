@@ -30,6 +30,7 @@ from nanobatch.attention_masks import causal_mask
 from nanobatch.batch import Batch
 from nanobatch.config import ATTENTION_BACKENDS, check_choice
 from nanobatch.fused_kernels import HAS_TRITON, rope_and_write
+from nanobatch.kv_cache import LARGEST, Cache
 from nanobatch.launch_plan import next_power_of_two
 from nanobatch.sequence_groups import decodes, make_groups, pieces
 
@@ -117,6 +118,8 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     backend: str = "auto",
+    k_scale_NKP: Tensor | None = None,
+    v_scale_NKP: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the step's queries over the keys that their block tables name.
 
@@ -131,6 +134,8 @@ def paged_attention(
         sliding_window: keys that a query sees, itself included; None: all before it.
         softcap: see masked_attention.
         backend: see choose_backend.
+        k_scale_NKP, v_scale_NKP: of caches in 8 bits, which only their scales make keys and
+            values of (kv_cache.py).
 
     Returns:
         [T, H, D]; tokens that belong to no sequence get zeros.
@@ -139,6 +144,8 @@ def paged_attention(
         ValueError: shapes do not agree, or the backend cannot be had.
     """
     _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD)
+    for cache_NKPD, scale_NKP in ((k_cache_NKPD, k_scale_NKP), (v_cache_NKPD, v_scale_NKP)):
+        _check_scale(cache_NKPD, scale_NKP)
     _, K, P, _ = k_cache_NKPD.shape
     backend = choose_backend(backend, q_THD.is_cuda, P)
     if backend == "triton":
@@ -146,7 +153,8 @@ def paged_attention(
 
         return triton_paged_attention(
             q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale=scale,
-            sliding_window=sliding_window, softcap=softcap,
+            sliding_window=sliding_window, softcap=softcap, k_scale_NKP=k_scale_NKP,
+            v_scale_NKP=v_scale_NKP,
         )  # fmt: skip
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
     done = (False, False)
@@ -159,8 +167,8 @@ def paged_attention(
         q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
         out_SHTD = masked_attention(
             q_SHTD,
-            group.gather(k_cache_NKPD),
-            group.gather(v_cache_NKPD),
+            group.gather(k_cache_NKPD, k_scale_NKP, q_THD.dtype),
+            group.gather(v_cache_NKPD, v_scale_NKP, q_THD.dtype),
             group.mask,
             scale=scale,
             softcap=softcap,
@@ -213,6 +221,17 @@ def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> 
         )
 
 
+def _check_scale(cache_NKPD: Tensor, scale_NKP: Tensor | None) -> None:
+    is_quantized = cache_NKPD.dtype in LARGEST
+    wanted = cache_NKPD.shape[:3] if is_quantized else None
+    given = None if scale_NKP is None else scale_NKP.shape
+    if given != wanted:
+        raise ValueError(
+            f"a cache of {cache_NKPD.dtype} has scales of shape {given and tuple(given)}; they "
+            f"must be {tuple(wanted) if is_quantized else None}"
+        )
+
+
 class AttentionArgs(NamedTuple):
     """What sets one layer's attention apart: see paged_attention."""
 
@@ -225,11 +244,11 @@ class AttentionArgs(NamedTuple):
 class PagedAttend:
     """What the model calls in each layer: rotate, write to the paged cache, attend.
 
-    caches: for each layer (k_cache_NKPD, v_cache_NKPD).
+    caches: one for each layer (kv_cache.py).
     """
 
     batch: Batch
-    caches: list[tuple[Tensor, Tensor]]
+    caches: list[Cache]
     backend: str = "auto"
 
     def __call__(
@@ -242,12 +261,13 @@ class PagedAttend:
         sin_TR: Tensor,
         how: AttentionArgs,
     ) -> Tensor:
-        k_cache_NKPD, v_cache_NKPD = self.caches[layer]
+        k_cache_NKPD, v_cache_NKPD, *scales = self.caches[layer]
         q_THD = rope_and_write(
             q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD,
-            self.batch.slot_mapping_T,
+            self.batch.slot_mapping_T, *scales,
         )  # fmt: skip
+        k_scale_NKP, v_scale_NKP = scales or (None, None)
         return paged_attention(
             q_THD, k_cache_NKPD, v_cache_NKPD, self.batch, **how._asdict(),
-            backend=self.backend,
+            backend=self.backend, k_scale_NKP=k_scale_NKP, v_scale_NKP=v_scale_NKP,
         )  # fmt: skip

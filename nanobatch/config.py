@@ -26,12 +26,23 @@ PREEMPTIONS = ("recompute", "swap")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "c")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+SCALE_BYTES = 2  # of the scale that a row of 8-bit numbers has (kv_cache.py)
 MAX_FLOAT = sys.float_info.max
 
 
 def cdiv(a: int, b: int) -> int:
     """Ceiling division: how many pieces of size b hold a things."""
     return -(-a // b)
+
+
+def row_bytes(head_dim: int, itemsize: int) -> int:
+    """Bytes of one token's keys (or values) of one KV head in the cache.
+
+    Args:
+        itemsize: bytes of one number. Those of one byte have a scale beside them.
+    """
+    return head_dim * itemsize + (SCALE_BYTES if itemsize == 1 else 0)
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -110,9 +121,11 @@ class EngineConfig:
             a CPU with a C compiler); "auto" is the best there is on the device.
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
         device: "cpu" or "cuda"; "auto" is a GPU where there is one.
-        dtype: of weights and cache; "auto" on a GPU is bfloat16 from compute capability 8.0
-            on, float16 below; on a CPU bfloat16 where it multiplies that in hardware (AVX-512
-            BF16 or AMX), else float32.
+        dtype: of weights, and of the cache unless that is in 8 bits; "auto" on a GPU is
+            bfloat16 from compute capability 8.0 on, float16 below; on a CPU bfloat16 where it
+            multiplies that in hardware (AVX-512 BF16 or AMX), else float32.
+        kv_cache_dtype: "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9 on): keys
+            and values in 8 bits, with a scale for each token and KV head; "auto": as dtype.
         gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
         tensor_parallel_size: processes that share one model, a GPU or some cores for each; as
             many as torchrun has started (tensor_parallel.py).
@@ -139,6 +152,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     seed: int = 0
@@ -163,6 +177,7 @@ class EngineConfig:
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("device", self.device, DEVICES)
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_float(
             "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanobatch.config import cdiv
+from nanobatch.config import cdiv, row_bytes
 from nanobatch.model_config import ModelConfig
 from nanobatch.plan import SchedulerOutput
 from nanobatch.roofline import keys_seen, num_weights
 
 TILE = 64  # tokens of one tile of a matrix product
-ITEMSIZE = 2  # bytes: weights and cache in 16 bits
+ITEMSIZE = 2  # bytes: weights, and the cache unless it is in 8 bits
 ATTENTION_EFFICIENCY = 0.6  # of the flop rate that products reach
 # Numbers that norms, RoPE, activation and additions move for a token and layer, in hidden sizes
 # beside the activation's three intermediate ones; and how many kernels they are. Fitted.
@@ -79,6 +79,7 @@ class CostModel:
         gpu: what it runs on.
         tensor_parallel_size: GPUs that share each layer.
         block_size: tokens of a block of the cache.
+        kv_cache_dtype: as in EngineConfig.
         host_seconds: between two steps, when the GPU waits for the host.
     """
 
@@ -86,6 +87,7 @@ class CostModel:
     gpu: Gpu
     tensor_parallel_size: int = 1
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     host_seconds: float = 1e-3
 
     def __post_init__(self):
@@ -125,7 +127,7 @@ class CostModel:
         layer and head), and rows that go through lm_head."""
         model, tp = self.model, self.tensor_parallel_size
         layer = self.products_seconds(num_tokens) + self.other_seconds(num_tokens)
-        kv_bytes = num_keys * 2 * model.num_kv_heads * model.head_dim * ITEMSIZE
+        kv_bytes = num_keys * self._token_bytes / model.num_layers
         attention_flops = 4 * num_scores * model.num_heads * model.head_dim
         layer += self._smooth_max(kv_bytes / tp, attention_flops / tp / ATTENTION_EFFICIENCY)
         if tp > 1:
@@ -171,9 +173,14 @@ class CostModel:
     @property
     def block_bytes(self) -> int:
         """Keys and values of one block, all layers, on all GPUs together."""
-        model = self.model
-        numbers_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-        return numbers_per_token * self.block_size * ITEMSIZE
+        return self.block_size * self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        """Keys and values of one token, all layers."""
+        model, itemsize = self.model, ITEMSIZE if self.kv_cache_dtype == "auto" else 1
+        rows_per_token = 2 * model.num_layers * model.num_kv_heads
+        return rows_per_token * row_bytes(model.head_dim, itemsize)
 
     def num_blocks(self, utilization: float) -> int:
         """Blocks of the cache that fit beside the weights.

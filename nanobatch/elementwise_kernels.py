@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanobatch.config import cdiv
+from nanobatch.kv_cache import LARGEST, SMALLEST_SCALE
 
 SILU_BLOCK = 1024  # elements of a program
 ROPE_HEADS = 16  # heads of a program, so that the angles are loaded once for many
@@ -54,14 +55,51 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def _rotate(to_ptr, from_ptr, where_to_XR, where_from_XR, is_XR, cos_R, sin_R, R: tl.constexpr):
-    """Rotate each pair (i, i + R) of some heads by angle i, on the way from here to there."""
-    a_XR = tl.load(from_ptr + where_from_XR, mask=is_XR, other=0.0).to(tl.float32)
-    b_XR = tl.load(from_ptr + where_from_XR + R, mask=is_XR, other=0.0).to(tl.float32)
+def _load(from_ptr, where_XR, is_XR, R: tl.constexpr):
+    """Some heads in two halves: elements i and i + R."""
+    a_XR = tl.load(from_ptr + where_XR, mask=is_XR, other=0.0).to(tl.float32)
+    b_XR = tl.load(from_ptr + where_XR + R, mask=is_XR, other=0.0).to(tl.float32)
+    return a_XR, b_XR
+
+
+@triton.jit
+def _rotate(a_XR, b_XR, cos_R, sin_R):
+    """Rotate each pair (i, i + R) of some heads by angle i."""
     cos_XR, sin_XR = cos_R[None, :], sin_R[None, :]
+    return a_XR * cos_XR - b_XR * sin_XR, b_XR * cos_XR + a_XR * sin_XR
+
+
+@triton.jit
+def _store(to_ptr, where_XR, is_XR, a_XR, b_XR, R: tl.constexpr):
+    """Both halves, in the number format of where they go."""
     element = to_ptr.dtype.element_ty
-    tl.store(to_ptr + where_to_XR, (a_XR * cos_XR - b_XR * sin_XR).to(element), mask=is_XR)
-    tl.store(to_ptr + where_to_XR + R, (b_XR * cos_XR + a_XR * sin_XR).to(element), mask=is_XR)
+    tl.store(to_ptr + where_XR, a_XR.to(element), mask=is_XR)
+    tl.store(to_ptr + where_XR + R, b_XR.to(element), mask=is_XR)
+
+
+@triton.jit
+def _magnitude(x_XR):
+    """|x|, and infinity for NaN, which a maximum would pass over (invariant 15)."""
+    return tl.where(x_XR == x_XR, tl.abs(x_XR), float("inf"))
+
+
+@triton.jit
+def _write(
+    cache_ptr, scale_ptr, slot_X1, r_R, is_X1, is_XR, a_XR, b_XR,
+    D: tl.constexpr, R: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Some heads into their slots of a cache; into 8 bits as kv_cache.quantize does."""
+    if LARGEST > 0:
+        largest_XR = tl.maximum(_magnitude(a_XR), _magnitude(b_XR))
+        scale_X1 = tl.max(largest_XR, 1, keep_dims=True) / LARGEST
+        scale_X1 = tl.maximum(scale_X1, SMALLEST_SCALE).to(scale_ptr.dtype.element_ty)
+        tl.store(scale_ptr + slot_X1, scale_X1, mask=is_X1)
+        scale_X1 = scale_X1.to(tl.float32)
+        a_XR, b_XR = a_XR / scale_X1, b_XR / scale_X1
+        if cache_ptr.dtype.element_ty == tl.int8:
+            a_XR, b_XR = tl.floor(a_XR + 0.5), tl.floor(b_XR + 0.5)
+        a_XR, b_XR = tl.clamp(a_XR, -LARGEST, LARGEST), tl.clamp(b_XR, -LARGEST, LARGEST)
+    _store(cache_ptr, slot_X1 * D + r_R[None, :], is_XR, a_XR, b_XR, R)
 
 
 @triton.jit
@@ -69,6 +107,8 @@ def rope_and_write_kernel(
     q_out_ptr,  # [T, H, D] the rotated queries
     k_cache_ptr,  # [N, K, P, D]
     v_cache_ptr,  # [N, K, P, D]
+    k_scale_ptr,  # [N, K, P] of each token's keys, if the caches are in 8 bits
+    v_scale_ptr,  # [N, K, P] of each token's values
     q_ptr,  # [T, H, D]; heads and elements contiguous, as of k and v
     k_ptr,  # [T, K, D]
     v_ptr,  # [T, K, D]
@@ -85,6 +125,8 @@ def rope_and_write_kernel(
     R: tl.constexpr,  # D / 2
     R_PAD: tl.constexpr,  # the next power of two
     HEADS: tl.constexpr,  # heads of a program, a power of two
+    LARGEST: tl.constexpr,  # number that the caches' 8 bits hold; 0: they are not quantized
+    SMALLEST_SCALE: tl.constexpr,
 ):
     """One program takes HEADS heads of one token: the first programs queries, the rest keys."""
     token = tl.program_id(0).to(tl.int64)
@@ -100,7 +142,9 @@ def rope_and_write_kernel(
         is_XR = (head_X < H) & is_r_R[None, :]
         where_XR = head_X * D + r_R[None, :]
         to_ptr, from_ptr = q_out_ptr + token * (H * D), q_ptr + token * q_stride
-        _rotate(to_ptr, from_ptr, where_XR, where_XR, is_XR, cos_R, sin_R, R)
+        a_XR, b_XR = _load(from_ptr, where_XR, is_XR, R)
+        a_XR, b_XR = _rotate(a_XR, b_XR, cos_R, sin_R)
+        _store(to_ptr, where_XR, is_XR, a_XR, b_XR, R)
     else:
         slot = tl.load(slot_ptr + token)
         if slot < 0:
@@ -108,17 +152,19 @@ def rope_and_write_kernel(
         head_X += (part - num_query_parts) * HEADS
         is_XR = (head_X < K) & is_r_R[None, :]
         where_XR = head_X * D + r_R[None, :]
-        # A head's slots are a run of P * D elements: the next head's row is that far away.
-        in_cache_XR = head_X * (P * D) + r_R[None, :]
-        first = (slot // P * (K * P) + slot % P) * D
-        from_ptr = k_ptr + token * k_stride
-        _rotate(k_cache_ptr + first, from_ptr, in_cache_XR, where_XR, is_XR, cos_R, sin_R, R)
-        v_from_ptr, v_to_ptr = (
-            v_ptr + token * v_stride + where_XR,
-            v_cache_ptr + first + in_cache_XR,
-        )
-        tl.store(v_to_ptr, tl.load(v_from_ptr, mask=is_XR), mask=is_XR)
-        tl.store(v_to_ptr + R, tl.load(v_from_ptr + R, mask=is_XR), mask=is_XR)
+        # A head's slots are a run of P: the next head's row is that far away.
+        slot_X1 = slot // P * (K * P) + slot % P + head_X * P
+        a_XR, b_XR = _load(k_ptr + token * k_stride, where_XR, is_XR, R)
+        a_XR, b_XR = _rotate(a_XR, b_XR, cos_R, sin_R)
+        _write(
+            k_cache_ptr, k_scale_ptr, slot_X1, r_R, head_X < K, is_XR, a_XR, b_XR,
+            D, R, LARGEST, SMALLEST_SCALE,
+        )  # fmt: skip
+        a_XR, b_XR = _load(v_ptr + token * v_stride, where_XR, is_XR, R)
+        _write(
+            v_cache_ptr, v_scale_ptr, slot_X1, r_R, head_X < K, is_XR, a_XR, b_XR,
+            D, R, LARGEST, SMALLEST_SCALE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -163,6 +209,8 @@ def triton_rope_and_write(
     k_cache_NKPD: Tensor,
     v_cache_NKPD: Tensor,
     slot_mapping_T: Tensor,
+    k_scale_NKP: Tensor | None = None,
+    v_scale_NKP: Tensor | None = None,
 ) -> Tensor:
     """fused_kernels.rope_and_write, by the kernel."""
     T, H, D = q_THD.shape
@@ -172,10 +220,13 @@ def triton_rope_and_write(
     )
     out_THD = q_THD.new_empty(T, H, D)
     heads = min(triton.next_power_of_2(H), ROPE_HEADS)
+    is_quantized = k_scale_NKP is not None
+    scales = (k_scale_NKP, v_scale_NKP) if is_quantized else (k_cache_NKPD, v_cache_NKPD)
     rope_and_write_kernel[(T, cdiv(H, heads) + cdiv(K, heads))](
-        out_THD, k_cache_NKPD, v_cache_NKPD, q_THD, k_TKD, v_TKD, cos_TR, sin_TR,
+        out_THD, k_cache_NKPD, v_cache_NKPD, *scales, q_THD, k_TKD, v_TKD, cos_TR, sin_TR,
         slot_mapping_T, q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0),
         H=H, K=K, D=D, P=P, R=D // 2, R_PAD=triton.next_power_of_2(D // 2), HEADS=heads,
+        LARGEST=LARGEST.get(k_cache_NKPD.dtype, 0), SMALLEST_SCALE=SMALLEST_SCALE,
     )  # fmt: skip
     return out_THD
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor
 
 from nanobatch import cpu_kernels
+from nanobatch.kv_cache import as_bytes, quantize
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -75,8 +76,13 @@ def write_to_cache(
     k_cache_NKPD: Tensor,
     v_cache_NKPD: Tensor,
     slot_mapping_T: Tensor,
+    k_scale_NKP: Tensor | None = None,
+    v_scale_NKP: Tensor | None = None,
 ) -> None:
-    """Put each token's keys and values into its slot of the caches. Slot -1 writes nothing."""
+    """Put each token's keys and values into its slot of the caches. Slot -1 writes nothing.
+
+    Caches of 8 bits come with their scales.
+    """
     _, K, P, D = k_cache_NKPD.shape
     is_real_T = slot_mapping_T >= 0
     if not is_real_T.all():  # -1 // P would be the last block: an easy slip
@@ -86,8 +92,14 @@ def write_to_cache(
     # Rows of D elements: head k of block n has its P slots in a run, at (n * K + k) * P.
     row_TK = (block_T.unsqueeze(1) * K + torch.arange(K, device=block_T.device)) * P
     rows = (row_TK + offset_T.unsqueeze(1)).flatten()
-    k_cache_NKPD.view(-1, D).index_copy_(0, rows, k_TKD.reshape(-1, D))
-    v_cache_NKPD.view(-1, D).index_copy_(0, rows, v_TKD.reshape(-1, D))
+    for x_TKD, cache_NKPD, scale_NKP in (
+        (k_TKD, k_cache_NKPD, k_scale_NKP),
+        (v_TKD, v_cache_NKPD, v_scale_NKP),
+    ):
+        if scale_NKP is not None:
+            x_TKD, scale_TK = quantize(x_TKD, cache_NKPD.dtype)
+            scale_NKP.view(-1).index_copy_(0, rows, scale_TK.flatten())
+        as_bytes(cache_NKPD).view(-1, D).index_copy_(0, rows, as_bytes(x_TKD).reshape(-1, D))
 
 
 def rope_and_write(
@@ -99,21 +111,25 @@ def rope_and_write(
     k_cache_NKPD: Tensor,
     v_cache_NKPD: Tensor,
     slot_mapping_T: Tensor,
+    k_scale_NKP: Tensor | None = None,
+    v_scale_NKP: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots; return the queries."""
+    scales = (k_scale_NKP, v_scale_NKP)
     if q_THD.is_cuda and HAS_TRITON:
         from nanobatch.elementwise_kernels import triton_rope_and_write
 
         return triton_rope_and_write(
-            q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T
-        )
+            q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T,
+            *scales,
+        )  # fmt: skip
     kernels = cpu_kernels.elementwise(q_THD, k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD)
     if kernels is not None:
         return kernels.rope_and_write(
             q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T
         )
     k_TKD = apply_rope(k_TKD, cos_TR, sin_TR)
-    write_to_cache(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slot_mapping_T)
+    write_to_cache(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slot_mapping_T, *scales)
     return apply_rope(q_THD, cos_TR, sin_TR)
 
 

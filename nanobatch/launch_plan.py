@@ -45,27 +45,38 @@ def launch_plan(
     head_dim: int,
     itemsize: int,
     num_sms: int,
+    is_quantized: bool = False,
 ) -> LaunchPlan:
     """Choose the launch from shapes alone, never from sequence lengths on the device.
 
     Rows: as many as the longest query fills, from 16 (tl.dot's least) to 128; 64 for large
     heads, 16 in float32, which has no matrix units and would run out of registers (read from
     the machine code: tests/test_compiled_kernels.py). Keys: tiles of 64, fewer for large
-    heads. Splits: only when all decode, and then enough for two programs a multiprocessor, a
-    power of two, at most MAX_SPLITS.
+    heads. Caches in 8 bits take registers for their conversion: half the rows, and half the
+    keys where products are large. Splits: only when all decode, and then enough for two
+    programs a multiprocessor, a power of two, at most MAX_SPLITS.
 
     Args:
         num_tokens, num_seqs, max_query_len: T, S, and the most query tokens of a sequence.
         num_heads, num_kv_heads, head_dim: H, K, D.
-        itemsize: bytes of one number of the cache.
+        itemsize: bytes of one number of the products, the queries'.
         num_sms: multiprocessors of the GPU.
+        is_quantized: the cache is in 8 bits, and converted in registers.
     """
     group = num_heads // num_kv_heads
     is_large, is_float32 = head_dim > 128, itemsize == 4
     most_rows = 16 if is_float32 else 64 if is_large else 128
+    tile = 64 if not is_large else 16 if is_float32 else 32
+    if is_quantized:
+        most_rows = max(16, most_rows // 2)
     rows = min(max_query_len * group, most_rows)
     block_m = max(16, next_power_of_two(group), next_power_of_two(rows))
     block_q = block_m // group
+    num_warps = 8 if block_m >= 128 else 4
+    if is_quantized and is_float32:
+        tile, num_warps = 16, 8
+    elif is_quantized and (is_large or block_m > 16):
+        tile //= 2
     num_splits = 1
     if max_query_len == 1:
         num_splits = next_power_of_two(cdiv(2 * num_sms, num_seqs * num_kv_heads))
@@ -73,10 +84,10 @@ def launch_plan(
     return LaunchPlan(
         block_m=block_m,
         block_q=block_q,
-        tile=64 if not is_large else 16 if is_float32 else 32,
+        tile=tile,
         num_splits=num_splits,
         grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
-        num_warps=8 if block_m >= 128 else 4,
+        num_warps=num_warps,
         num_stages=2,
     )
 

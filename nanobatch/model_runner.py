@@ -2,7 +2,7 @@
 
     plan --pack--> Batch --Decoder--> hidden states --rows that sample--> logits --> tokens
 
-It owns the KV cache, a pair of [N, K, P, D] tensors for each layer, and settles what the
+It owns the KV cache, the tensors of kv_cache.py for each layer, and settles what the
 configuration left open: the length limit and the number of blocks. On a GPU a step in which
 everybody decodes is the replay of a captured graph (decode_graphs.py); a step with any
 prefill in it runs eagerly.
@@ -23,10 +23,11 @@ from torch import Tensor
 
 from nanobatch.attention import PagedAttend, choose_backend
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
-from nanobatch.config import EngineConfig, cdiv
+from nanobatch.config import EngineConfig, cdiv, row_bytes
 from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, cache_bytes, measure_step
 from nanobatch.engine import StepResult, WallClock
+from nanobatch.kv_cache import Cache, as_bytes, new_cache, resolve_cache_dtype
 from nanobatch.model import Decoder
 from nanobatch.model_config import ModelConfig, settle_max_model_len
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
@@ -38,13 +39,13 @@ CPU_CACHE_BYTES = 2 * GIB  # of the cache, unless num_blocks says how much
 MAX_CACHE_BYTES = 2**40
 MAX_AUTO_BLOCKS = 2**20  # for a small model on a large GPU, where memory sets no limit
 
-Caches = list[tuple[Tensor, Tensor]]  # for each layer (k_cache_NKPD, v_cache_NKPD)
+Caches = list[Cache]  # one for each layer
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values, over all layers, in one block."""
-    numbers_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return block_size * numbers_per_token * dtype.itemsize
+    """Bytes of keys and values, over all layers, in one block; dtype is the cache's."""
+    rows_per_token = 2 * model.num_layers * model.num_kv_heads
+    return block_size * rows_per_token * row_bytes(model.head_dim, dtype.itemsize)
 
 
 class ModelRunner:
@@ -58,8 +59,8 @@ class ModelRunner:
 
     Raises:
         ValueError: max_model_len exceeds what the model was made for, the attention backend
-            cannot be had, the memory does not suffice, or the model was loaded for another
-            tensor_parallel_size.
+            or the cache's number format cannot be had, the memory does not suffice, or the
+            model was loaded for another tensor_parallel_size.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig):
@@ -75,6 +76,8 @@ class ModelRunner:
         self.eos_token_ids = model.config.eos_token_ids
         weight = model.embed.weight
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
+        how = (config.kv_cache_dtype, self.dtype, self.device)
+        self.cache_dtype = resolve_cache_dtype(*how)
         if self.device.type == "cpu" and self.dtype == torch.bfloat16:
             model.pack()
         self.backend = choose_backend(config.attention_backend, self.on_cuda, config.block_size)
@@ -93,7 +96,7 @@ class ModelRunner:
         config = settle_max_model_len(config, self.model.config)
         if config.num_blocks is not None:
             return config
-        size = bytes_per_block(self.model.config, config.block_size, self.dtype)
+        size = bytes_per_block(self.model.config, config.block_size, self.cache_dtype)
         if self.on_cuda:
             num_blocks = min(self._free_bytes(config) // size, MAX_AUTO_BLOCKS)
             num_blocks = min(self.ranks.all_of(num_blocks))
@@ -134,8 +137,10 @@ class ModelRunner:
         batch = pack([Row([0] * n, 0, [0] * cdiv(n, P)) for n in lens], P, self.device)
         batch.slot_mapping_T.fill_(PADDING_SLOT)
         shape = (1, self.model.config.num_kv_heads, P, self.model.config.head_dim)
-        zeros = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        caches = [(zeros, zeros)] * self.model.config.num_layers
+        cache = new_cache(shape, self.cache_dtype, self.device)
+        for part in cache:
+            part.zero_()
+        caches = [cache] * self.model.config.num_layers
         hidden_SE = self._hidden(batch, caches)[batch.logits_indices_S]
         params = SamplingParams(temperature=1.0, top_p=0.9)  # the costliest kind
         rows = [SamplingRow(params, (), (), (), seed=i) for i in range(num_rows)]
@@ -143,21 +148,17 @@ class ModelRunner:
 
     def _new_caches(self, name: str, num_blocks: int, device: torch.device) -> Caches:
         model = self.model.config
-        size = bytes_per_block(model, self.config.block_size, self.dtype)
+        size = bytes_per_block(model, self.config.block_size, self.cache_dtype)
         if num_blocks * size > MAX_CACHE_BYTES:
             raise ValueError(
                 f"{name} is {num_blocks}; with {size} bytes a block it must be "
                 f"<= {MAX_CACHE_BYTES // size}"
             )
         shape = (num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
-
-        def cache() -> Tensor:
-            # Not zeroed: memory that no block uses is never touched (invariant 14).
-            return torch.empty(shape, dtype=self.dtype, device=device)
-
         try:
             with self.ranks.together():
-                return [(cache(), cache()) for _ in range(model.num_layers)]
+                layers = range(model.num_layers)
+                return [new_cache(shape, self.cache_dtype, device) for _ in layers]
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"num_blocks is {num_blocks}; {num_blocks * size / GIB:.1f} GiB of cache do "
@@ -225,8 +226,8 @@ def _copy_blocks(pairs: Sequence[tuple[int, int]], source: Caches, target: Cache
     if not pairs:
         return
     from_ids, to_ids = torch.tensor(pairs).unbind(dim=1)
-    for source_pair, target_pair in zip(source, target, strict=True):
-        for a, b in zip(source_pair, target_pair, strict=True):
+    for source_parts, target_parts in zip(source, target, strict=True):
+        for a, b in zip(map(as_bytes, source_parts), map(as_bytes, target_parts), strict=True):
             blocks = a.index_select(0, from_ids.to(a.device)).to(b.device)
             b.index_copy_(0, to_ids.to(b.device), blocks)
 

@@ -72,7 +72,7 @@ def _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def _online_softmax(score_ML, v_LD, max_M, sum_M, acc_MD):
+def _online_softmax(score_ML, v_LD, v_scale_L, max_M, sum_M, acc_MD, QUANTIZED: tl.constexpr):
     """Take one tile of scores into each row's running maximum, sum and weighted values."""
     new_max_M = tl.maximum(max_M, tl.max(score_ML, 1))
     # A row that has seen nothing yet: -inf - -inf would be NaN.
@@ -81,6 +81,8 @@ def _online_softmax(score_ML, v_LD, max_M, sum_M, acc_MD):
     p_ML = tl.exp2(score_ML - base_M[:, None])
     sum_M = sum_M * rescale_M + tl.sum(p_ML, 1)
     acc_MD = acc_MD * rescale_M[:, None]
+    if QUANTIZED:
+        p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values
     acc_MD = tl.dot(p_ML.to(v_LD.dtype), v_LD, acc_MD, input_precision="ieee")
     return new_max_M, sum_M, acc_MD
 
@@ -94,6 +96,8 @@ def paged_attention_kernel(
     q_ptr,  # [T, H, D] queries; heads and elements contiguous
     k_cache_ptr,  # [N, K, P, D]
     v_cache_ptr,  # [N, K, P, D]
+    k_scale_ptr,  # [N, K, P] of each token's keys, if QUANTIZED
+    v_scale_ptr,  # [N, K, P] of each token's values
     block_tables_ptr,  # int32 [S, B]
     seq_lens_ptr,  # int32 [S] keys of each sequence
     query_start_ptr,  # int32 [S + 1] first token of each sequence
@@ -112,6 +116,7 @@ def paged_attention_kernel(
     TILE: tl.constexpr,  # keys of one iteration
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all before it
     HAS_SOFTCAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,  # the caches are in 8 bits, and need their scales
     NUM_SPLITS: tl.constexpr,  # runs of tiles that share one query block's keys
     WIDEN: tl.constexpr,  # multiply in float32: Triton's interpreter knows no bfloat16 product
 ):
@@ -163,15 +168,21 @@ def paged_attention_kernel(
         )
         # 64 bits before multiplying: a cache of more than 2**31 elements is ordinary.
         slot_L = (block_L.to(tl.int64) * K + kv_head) * P + pos_L % P
+        v_scale_L = None
+        if QUANTIZED:
+            # They multiply what the products give, where a key has one number a row, not D.
+            k_scale_L = tl.load(k_scale_ptr + slot_L, mask=is_key_L, other=0.0).to(tl.float32)
+            v_scale_L = tl.load(v_scale_ptr + slot_L, mask=is_key_L, other=0.0).to(tl.float32)
         where_LD = slot_L[:, None] * D + d_D[None, :]
         is_here_LD = is_key_L[:, None] & is_d_D[None, :]
         k_LD = tl.load(k_cache_ptr + where_LD, mask=is_here_LD, other=0.0)
         # Zeroed and not only masked: an unused slot may hold NaN, and 0 * NaN is NaN.
         v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0)
-        if WIDEN:
-            k_LD, v_LD = k_LD.to(tl.float32), v_LD.to(tl.float32)
+        k_LD, v_LD = k_LD.to(q_MD.dtype), v_LD.to(q_MD.dtype)
 
         score_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee") * scale_log2
+        if QUANTIZED:
+            score_ML *= k_scale_L[None, :]
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp2(2 x log2(e)) + 1), and log2(e) is in the score already.
             tanh_ML = 1 - 2 / (tl.exp2(2 * score_ML / softcap) + 1)
@@ -181,7 +192,9 @@ def paged_attention_kernel(
             sees_ML &= pos_L[None, :] > pos_M[:, None] - WINDOW
         score_ML = tl.where(sees_ML, score_ML, float("-inf"))
 
-        max_M, sum_M, acc_MD = _online_softmax(score_ML, v_LD, max_M, sum_M, acc_MD)
+        max_M, sum_M, acc_MD = _online_softmax(
+            score_ML, v_LD, v_scale_L, max_M, sum_M, acc_MD, QUANTIZED
+        )
 
     row_of_out_M = token_M * (K * G) + head_M
     is_out_MD = is_row_M[:, None] & is_d_D[None, :]
@@ -238,6 +251,8 @@ def triton_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    k_scale_NKP: Tensor | None = None,
+    v_scale_NKP: Tensor | None = None,
     plan: LaunchPlan | None = None,
 ) -> Tensor:
     """What attention.paged_attention says, by the kernels above; it is where all is checked.
@@ -248,12 +263,13 @@ def triton_paged_attention(
     T, H, D = q_THD.shape
     _, K, P, _ = k_cache_NKPD.shape
     S = len(batch.seq_lens_S)
+    is_quantized = k_scale_NKP is not None
     if plan is None:
         num_sms = 1
         if q_THD.is_cuda:
             num_sms = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
-        itemsize = k_cache_NKPD.element_size()
-        plan = launch_plan(T, S, batch.max_query_len, H, K, D, itemsize, num_sms)
+        sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size(), num_sms)
+        plan = launch_plan(*sizes, is_quantized)
     if q_THD.stride()[1:] != (D, 1):
         q_THD = q_THD.contiguous()
     out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0
@@ -264,13 +280,14 @@ def triton_paged_attention(
         for shape in ((*parts, D), parts, parts)
     )
     D_PAD = next_power_of_two(D)
+    scales = (k_scale_NKP, v_scale_NKP) if is_quantized else (k_cache_NKPD, v_cache_NKPD)
     paged_attention_kernel[plan.grid](
-        out_THD, acc, largest, total, q_THD, k_cache_NKPD, v_cache_NKPD,
+        out_THD, acc, largest, total, q_THD, k_cache_NKPD, v_cache_NKPD, *scales,
         batch.block_tables_SB, batch.seq_lens_S, batch.query_start_loc, S,
         q_THD.stride(0), batch.block_tables_SB.stride(0), scale * LOG2_E, softcap or 0.0,
         K=K, G=H // K, D=D, D_PAD=D_PAD, P=P,
         BLOCK_M=plan.block_m, BLOCK_Q=plan.block_q, TILE=plan.tile,
-        WINDOW=sliding_window or 0, HAS_SOFTCAP=softcap is not None,
+        WINDOW=sliding_window or 0, HAS_SOFTCAP=softcap is not None, QUANTIZED=is_quantized,
         NUM_SPLITS=plan.num_splits, WIDEN=triton.knobs.runtime.interpret,
         num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 from nanobatch.attention_masks import visible
 from nanobatch.batch import Batch
 from nanobatch.config import cdiv
+from nanobatch.kv_cache import as_bytes, dequantize
 
 MAX_GROUP_BLOCKS = 256
 
@@ -74,11 +75,17 @@ class Group:
     mask: Tensor | None
     tail: Tensor
 
-    def gather(self, cache_NKPD: Tensor) -> Tensor:
-        """[S, K, L, D]: the cached keys (or values) in order of position."""
+    def gather(
+        self, cache_NKPD: Tensor, scale_NKP: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """[S, K, L, D]: the cached keys (or values) in order of position; those of 8 bits
+        times their scales, in dtype."""
         S, K, B = self.shape
         P, D = cache_NKPD.shape[2:]
-        x = cache_NKPD.view(-1, P * D).index_select(0, self.rows)
+        x = as_bytes(cache_NKPD).view(-1, P * D).index_select(0, self.rows)
+        if scale_NKP is not None:
+            scale = scale_NKP.view(-1, P).index_select(0, self.rows)
+            x = dequantize(x.view(cache_NKPD.dtype).view(-1, P, D), scale, dtype)
         x.view(-1, D).index_fill_(0, self.tail, 0)
         return x.view(S, K, B * P, D)[:, :, : self.num_keys]
 

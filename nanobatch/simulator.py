@@ -33,7 +33,11 @@ from nanobatch.shapes import MODEL_SHAPES
 
 
 def make_cost_model(
-    model: str, gpu: str, tensor_parallel_size: int = 1, block_size: int = 16
+    model: str,
+    gpu: str,
+    tensor_parallel_size: int = 1,
+    block_size: int = 16,
+    kv_cache_dtype: str = "auto",
 ) -> CostModel:
     """The cost model of a model and a GPU by name.
 
@@ -50,7 +54,7 @@ def make_cost_model(
             f"tensor_parallel_size is {tensor_parallel_size}; it must divide the "
             f"{shape.num_heads} heads of {model}"
         )
-    return CostModel(shape, GPUS[gpu], tensor_parallel_size, block_size)
+    return CostModel(shape, GPUS[gpu], tensor_parallel_size, block_size, kv_cache_dtype)
 
 
 def simulate(
@@ -86,7 +90,8 @@ def simulate(
             never fit.
     """
     config = EngineConfig() if config is None else config
-    cost_model = make_cost_model(model, gpu, tensor_parallel_size, config.block_size)
+    sizes = (tensor_parallel_size, config.block_size, config.kv_cache_dtype)
+    cost_model = make_cost_model(model, gpu, *sizes)
     replica = Replica(config, cost_model, policy, admission, output_lens, keep_timeline)
     serve(requests, [replica], lambda request: 0, progress)
     return replica.result(duration_of([replica]), goodput)
@@ -133,7 +138,8 @@ def simulate_replicas(
     """
     check_int("num_replicas", num_replicas, 1)
     config = EngineConfig() if config is None else config
-    cost_model = make_cost_model(model, gpu, tensor_parallel_size, config.block_size)
+    sizes = (tensor_parallel_size, config.block_size, config.kv_cache_dtype)
+    cost_model = make_cost_model(model, gpu, *sizes)
     replicas = [
         Replica(config, cost_model, output_lens=output_lens, keep_timeline=keep_timeline)
         for _ in range(num_replicas)

@@ -1,6 +1,7 @@
 """Compile every kernel for a GPU that need not be there, and read its machine code.
 
     python tests/compile_kernels.py 90 bf16 > report.json
+    python tests/compile_kernels.py 90 bf16:i8 "decode llama3"      (a cache of int8)
 
 A script of its own, since Triton's interpreter must be off in the process that compiles.
 For each kernel and shape it prints registers, stack, shared memory, and counts of the
@@ -14,12 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanobatch import elementwise_kernels, paged_attention_kernel
 from nanobatch import grouped_matmul_kernel as experts
+from nanobatch.kv_cache import LARGEST, SMALLEST_SCALE
 from nanobatch.launch_plan import MAX_SPLITS, launch_plan
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -35,6 +38,9 @@ INT_POINTERS = dict.fromkeys(
     ],
     "*i32",
 )
+CACHES = {"i8": torch.int8, "fp8e4nv": torch.float8_e4m3fn}  # those in 8 bits
+CACHE_POINTERS = {"k_cache_ptr", "v_cache_ptr"}
+SCALE_POINTERS = {"k_scale_ptr", "v_scale_ptr"}
 FLOAT_POINTERS = {"acc_ptr", "max_ptr", "sum_ptr", "cos_ptr", "sin_ptr", "residual_ptr"}
 FLOATS = {"scale_log2", "softcap", "eps"}
 # (name, H, K, D): Llama-2-7B, Llama-3-8B, SmolLM2, and shapes that are no powers of two
@@ -42,17 +48,18 @@ SHAPES = [("llama2", 32, 32, 128), ("llama3", 32, 8, 128), ("smollm2", 9, 3, 64)
 SHAPES += [("d80", 32, 8, 80), ("d96", 32, 8, 96), ("d256", 16, 8, 256)]
 
 
-def kernels(dtype: str, num_sms: int):
+def kernels(dtype: str, cache: str, num_sms: int):
     """(name, function, constants, options) of everything that is launched."""
     for name, H, K, D in SHAPES:
         shapes = [("decode", 64, 64, 1), ("split", 1, 1, 1), ("prefill", 8192, 8, 1024)]
         for kind, T, S, longest in shapes:
-            plan = launch_plan(T, S, longest, H, K, D, ITEMSIZE[dtype], num_sms)
+            sizes = (T, S, longest, H, K, D, ITEMSIZE[dtype], num_sms)
+            plan = launch_plan(*sizes, cache in CACHES)
             constants = {
                 "K": K, "G": H // K, "D": D, "D_PAD": triton.next_power_of_2(D), "P": 16,
                 "BLOCK_M": plan.block_m, "BLOCK_Q": plan.block_q, "TILE": plan.tile,
                 "WINDOW": 0, "HAS_SOFTCAP": False, "NUM_SPLITS": plan.num_splits,
-                "WIDEN": False,
+                "QUANTIZED": cache in CACHES, "WIDEN": False,
             }  # fmt: skip
             options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
             function = paged_attention_kernel.paged_attention_kernel
@@ -63,6 +70,8 @@ def kernels(dtype: str, num_sms: int):
     yield "rms norm", elementwise_kernels.rms_norm_kernel, constants, {}
     constants = {"H": 32, "K": 8, "D": 128, "P": 16, "R": 64, "R_PAD": 64}
     constants["HEADS"] = elementwise_kernels.ROPE_HEADS
+    constants["LARGEST"] = LARGEST.get(CACHES.get(cache), 0)
+    constants["SMALLEST_SCALE"] = SMALLEST_SCALE
     yield "rope", elementwise_kernels.rope_and_write_kernel, constants, {}
     blocks = {name: getattr(experts, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")}
     blocks["WIDEN"] = False
@@ -71,14 +80,17 @@ def kernels(dtype: str, num_sms: int):
     yield "silu", elementwise_kernels.silu_mul_kernel, {"F": 11008, "BLOCK": 1024}, {}
 
 
-def signature(function, constants: dict, dtype: str) -> dict[str, str]:
+def signature(function, constants: dict, dtype: str, cache: str) -> dict[str, str]:
     types = {}
+    scale = "bf16" if cache in CACHES else cache
     for name in function.arg_names:
         is_float_pointer = name in FLOAT_POINTERS
         if name in constants:
             types[name] = "constexpr"
         elif name == "slot_ptr":
             types[name] = "*i64"
+        elif name in CACHE_POINTERS | SCALE_POINTERS:
+            types[name] = f"*{cache if name in CACHE_POINTERS else scale}"
         elif name.endswith("_ptr"):
             types[name] = INT_POINTERS.get(name, "*fp32" if is_float_pointer else f"*{dtype}")
         else:
@@ -86,7 +98,9 @@ def signature(function, constants: dict, dtype: str) -> dict[str, str]:
     return types
 
 
-def report(function, constants: dict, options: dict, dtype: str, capability: int) -> dict:
+def report(
+    function, constants: dict, options: dict, dtype: str, cache: str, capability: int
+) -> dict:
     names = function.arg_names
     # The launcher promises that pointers, sizes and strides are multiples of 16 when they are.
     hints = {
@@ -97,7 +111,8 @@ def report(function, constants: dict, options: dict, dtype: str, capability: int
         or name in ("k_stride", "v_stride", "N", "K")
     }
     by_position = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature(function, constants, dtype), by_position, hints)
+    types = signature(function, constants, dtype, cache)
+    source = ASTSource(function, types, by_position, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -116,6 +131,7 @@ def report(function, constants: dict, options: dict, dtype: str, capability: int
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
         "spills": count(r"STL[.\w]*|LDL[.\w]*"),
         "matrix": count(r"HMMA[.\w]*|[HQ]GMMA[.\w]*|UTC\w*MMA[.\w]*"),
+        "copies_8_byte": count(r"LDGSTS[.\w]*\.64"),
         "copies_16_byte": count(r"LDGSTS[.\w]*128"),
         "loads_16_byte": count(r"LDG[.\w]*128"),
         "copies": count(r"LDGSTS[.\w]*"),
@@ -127,12 +143,13 @@ def output(*command) -> str:
 
 
 def main() -> None:
-    capability, dtype = int(sys.argv[1]), sys.argv[2]
+    capability, (dtype, _, cache) = int(sys.argv[1]), sys.argv[2].partition(":")
+    cache = cache or dtype
     wanted = sys.argv[3:]
     num_sms = {75: 40, 80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[capability]
     rows = {
-        name: report(function, constants, options, dtype, capability)
-        for name, function, constants, options in kernels(dtype, num_sms)
+        name: report(function, constants, options, dtype, cache, capability)
+        for name, function, constants, options in kernels(dtype, cache, num_sms)
         if not wanted or name in wanted
     }
     json.dump(rows, sys.stdout)
