@@ -63,7 +63,10 @@ class LLM:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         loaded = load(str(model), dtype, device, seed=config.seed)
-        runner = ModelRunner(loaded.model, config)
+        draft = None
+        if config.speculative == "draft":
+            draft = load(config.draft_model, dtype, device, seed=config.seed).model
+        runner = ModelRunner(loaded.model, config, draft)
         self.name = str(model)
         self.tokenizer = loaded.tokenizer
         self.engine = LLMEngine(runner.config, runner, tokenizer=loaded.tokenizer)
@@ -128,7 +131,7 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield an output for each new token; `delta` is the new text.
+        """Yield an output for each new token (with drafts, several); `delta` is the new text.
 
         The prompt is checked now and queued when the first output is asked for. A stream
         that is dropped half way aborts its request.

@@ -18,6 +18,7 @@ import bisect
 from nanobatch.admission import Admission, check_fits, limits, make_admission
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
+from nanobatch.drafting import make_drafter
 from nanobatch.policy import Policy, arrival, make_policy, observe
 from nanobatch.preemption import Preemption
 from nanobatch.request import Request, RequestStatus
@@ -45,6 +46,7 @@ class Queues:
         self.admission = (
             make_admission(config.admission, allocator) if admission is None else admission
         )
+        self.drafter = make_drafter(config)
         num_host_blocks = config.num_host_blocks if config.preemption == "swap" else 0
         self.preemption = Preemption(allocator, num_host_blocks)
         self.waiting: list[Request] = []  # in order of arrival

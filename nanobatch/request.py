@@ -132,6 +132,8 @@ class RequestMetrics:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # computed before, and lost to a preemption
+    num_draft_tokens: int = 0  # guessed and checked
+    num_accepted_tokens: int = 0  # guessed right
 
     @property
     def queue_time(self) -> float | None:
@@ -264,6 +266,13 @@ class Request:
         if token_id in self.stop_token_ids and num_output > self.params.min_tokens:
             return "stop"
         return "length" if num_output >= self.max_tokens else None
+
+    def drop_tokens(self, num_tokens: int) -> None:
+        """Forget the last num_tokens of the output, accepted drafts behind a stop."""
+        if num_tokens > 0:
+            del self.output_token_ids[-num_tokens:], self.token_ids[-num_tokens:]
+            self.metrics.num_output_tokens -= num_tokens
+            self.metrics.num_accepted_tokens -= num_tokens
 
     def __repr__(self) -> str:
         return (

@@ -32,7 +32,7 @@ from torch import Tensor
 from nanobatch.fused_kernels import top_ids
 
 if TYPE_CHECKING:
-    from nanobatch.request import SamplingParams
+    from nanobatch.request import Request, SamplingParams
 
 NOT_NUMBERS = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "penalties and min_tokens leave no token to sample"
@@ -51,6 +51,19 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     stop_token_ids: Sequence[int]
     seed: int
+
+
+def sampling_row(request: Request, draft: Sequence[int] = ()) -> SamplingRow:
+    """A request's row, for the token that comes behind its tokens and a draft's."""
+    return SamplingRow(
+        params=request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=[*request.output_token_ids, *draft]
+        if draft
+        else request.output_token_ids,
+        stop_token_ids=request.stop_token_ids,
+        seed=request.seed,
+    )
 
 
 @dataclass

@@ -19,6 +19,9 @@ The life of a step:
     ... the runner computes the plan ...
     scheduler.update(plan, token_ids, now)   advance, append, cache full blocks, finish, free
 
+What is left of the budget then goes to drafts, guesses at the tokens to come of those that
+decode (drafting.py): r0 would compute 1 + 4 tokens, if r1 and r2 left four.
+
 Who is next is the policy's business (policy.py), who may enter that of the admission rule
 (admission.py). With static batching the batch is gathered once, from those who wait when it is
 empty (if need be over several steps, as far as the budget goes); a finished row gives back its
@@ -68,14 +71,16 @@ class Scheduler(Queues):
         plan = SchedulerOutput()
         budget = self._serve_running(plan, now)
         if self.config.batching == "static":
-            self._gather(plan, budget, now)
+            budget = self._gather(plan, budget, now)
         elif not plan.preempted:
-            self._admit(plan, self.waiting, budget, now)
+            budget = self._admit(plan, self.waiting, budget, now)
+        if self.drafter is not None:
+            self._add_drafts(plan, budget)
         return plan
 
-    def _gather(self, plan: SchedulerOutput, budget: int, now: float) -> None:
+    def _gather(self, plan: SchedulerOutput, budget: int, now: float) -> int:
         """Let a static batch be joined by those who waited when it was empty, until anything
-        but the budget stops one of them."""
+        but the budget stops one of them; return what is left of the budget."""
         if not self.running:
             self._batch_before = self._num_added
         waited = [r for r in self.waiting if r.arrival_order < self._batch_before]
@@ -84,6 +89,7 @@ class Scheduler(Queues):
         if plan.preempted or budget > 0:
             self._batch_before = 0
         plan.padding = [request for request in self.running if request.is_finished]
+        return budget
 
     def _serve_running(self, plan: SchedulerOutput, now: float) -> int:
         """Give every running request its tokens, and blocks for them; return what is left of
@@ -127,6 +133,28 @@ class Scheduler(Queues):
             return False
         request.block_table += self.allocator.allocate(num_blocks)
         return True
+
+    def _add_drafts(self, plan: SchedulerOutput, budget: int) -> None:
+        """Let those who decode have guesses checked, with the budget and the blocks that
+        nobody else needs in this step: a draft preempts nobody and keeps nobody out."""
+        allocator, block_size = self.allocator, self.config.block_size
+        for row in plan.scheduled:
+            request = row.request
+            if request.num_uncomputed_tokens > 1:
+                continue
+            num_blocks = len(request.block_table) + allocator.num_free_blocks
+            most = min(
+                self.config.num_speculative_tokens,
+                budget,
+                num_blocks * block_size - request.num_tokens,
+                # The very last token of a request is never computed.
+                request.max_total_tokens - request.num_tokens - 1,
+            )
+            if most > 0:
+                row.draft_token_ids = self.drafter.propose(request.token_ids, most)
+                row.num_tokens += len(row.draft_token_ids)
+                budget -= len(row.draft_token_ids)
+                self._add_blocks(request, row.num_tokens)
 
     # ------------------------------------------------------------------------- who gives way
 
@@ -227,7 +255,8 @@ class Scheduler(Queues):
 
         Args:
             plan: what schedule() returned.
-            token_ids: the sampled tokens by request id, for those rows that sample.
+            token_ids: the sampled tokens by request id, for those rows that sample: the drafts
+                that were accepted, and one more. What lies behind a stop is dropped.
             now: seconds; becomes the time of these tokens.
 
         Raises:
@@ -238,27 +267,49 @@ class Scheduler(Queues):
             if not token_ids.get(request_id) and row.samples and row.request.status is RUNNING:
                 raise ValueError(f"token_ids has no token for request {request_id!r}")
         self.preemption.unconfirmed.clear()
-        block_size, finished = self.config.block_size, []
+        finished = []
         for row in plan.scheduled:
             request = row.request
             if request.status is not RUNNING:
                 continue  # aborted since
-            num_full_before = request.num_computed_tokens // block_size
-            num_computed = request.num_computed_tokens + row.num_tokens
-            request.num_computed_tokens = num_computed
-            if num_computed // block_size > num_full_before:
-                # Blocks that are full now become findable (invariant 4).
-                self.allocator.cache_blocks(
-                    request.token_ids, request.block_table, num_computed, request.cache_salt
-                )
-            if num_computed < len(request.token_ids):
-                continue
+            reason = self._advance(row, token_ids, now)
+            if reason is not None:
+                self.finish(request, reason, now)
+                finished.append(request)
+        return finished
+
+    def _advance(
+        self, row: ScheduledRequest, token_ids: Mapping[str, Sequence[int]], now: float
+    ) -> str | None:
+        """Append a row's tokens and count what is computed of them; why it ends, or None."""
+        request, block_size = row.request, self.config.block_size
+        num_drafts = len(row.draft_token_ids)
+        num_full_before = request.num_computed_tokens // block_size
+        num_computed = request.num_computed_tokens + row.num_tokens - num_drafts
+        reason = None
+        if num_computed == len(request.token_ids):
+            num_before = num_computed
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
             for token_id in token_ids[request.request_id]:
                 reason = request.append_token(token_id)
                 if reason is not None:
-                    self.finish(request, reason, now)
-                    finished.append(request)
                     break
-        return finished
+            if num_drafts:
+                # The last one is the model's own, and not computed yet.
+                num_accepted = min(len(request.token_ids) - num_before - 1, num_drafts)
+                request.metrics.num_draft_tokens += num_drafts
+                request.metrics.num_accepted_tokens += num_accepted
+                num_computed += num_accepted
+        request.num_computed_tokens = num_computed
+        if num_computed // block_size > num_full_before:
+            # Blocks that are full now become findable (invariant 4).
+            self.allocator.cache_blocks(
+                request.token_ids, request.block_table, num_computed, request.cache_salt
+            )
+        if num_drafts:
+            # What rejected drafts took is anybody's again.
+            num_blocks = cdiv(num_computed, block_size)
+            self.allocator.free(request.block_table[num_blocks:])
+            del request.block_table[num_blocks:]
+        return reason
