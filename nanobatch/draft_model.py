@@ -7,21 +7,23 @@ after each request that has drafts, and computes that, and so on:
     known      r0 [ p0 p1 p2 ]      r1 [ .. o5 ]           a chunk of a prompt, and a decode
     1st pass       p0 p1 p2                o5  -> d1
     2nd                                    d1  -> d2
-    3rd                                    d2              nothing to guess: only written
+    3rd                                    d2  -> d3
     large          p0 p1 p2                o5 d1 d2        then checks all in one pass
 
 The last pass is there for the case that d2 is accepted: the next step then begins behind it.
 
-A guess is sampled by the request's own rules, with the very random number that will sample the
-large model's token in that place. Greedy requests so get greedy drafts; others the token that
-two like distributions most often agree on.
+A guess is sampled by the request's own rules; a greedy request gets greedy guesses. The large
+model's tokens are then chosen by rejection sampling (sampler.py), and that wherever it samples:
+d3, which it does not compute, is a proposal as good as any for the token behind d2, and so is
+the guess behind a prompt. How many drafts there was room for thus decides nothing (invariant
+13): a seeded request says the same in any crowd. Without the draft model it says something else
+of the same distribution.
 
 Always holds: whatever block holds a token's keys in the large model's cache holds them in this
 one too. So nothing need be said here of prefix hits, preemption, swap and rejected drafts, and
 nothing of a request is kept between steps.
 
-Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023); drafts and
-samples from a common random number (Daliri, Musco and Suresh, 2024).
+Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023).
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from nanobatch.batch import Row
 from nanobatch.config import EngineConfig
 from nanobatch.model import Decoder
 from nanobatch.plan import ScheduledRequest
-from nanobatch.sampler import sample, sampling_row
+from nanobatch.sampler import Proposal, propose, sampling_row
 
+Proposals = dict[str, list[Proposal]]  # by request id
 Logits = Callable[[Sequence[Row]], Tensor]  # of the rows' last num_logits tokens
 
 
@@ -63,39 +66,41 @@ def check_draft_model(model: Decoder, draft: Decoder | None, config: EngineConfi
         )
 
 
-def fill_in_drafts(scheduled: Sequence[ScheduledRequest], logits: Logits) -> None:
+def fill_in_drafts(scheduled: Sequence[ScheduledRequest], logits: Logits) -> Proposals:
     """Compute a plan's known tokens with the draft model, and set its rows' draft tokens.
 
     Args:
         scheduled: a plan's rows; draft_token_ids says how many each is to get.
         logits: computes rows with the draft model, through its cache: float32 [L, V].
+
+    Returns:
+        what it proposes for each of the logits that the large model will compute; nothing for
+        the last of a greedy request, where it would not matter.
     """
-    drafting = [s for s in scheduled if s.draft_token_ids]
-    drafts: list[list[int]] = [[] for _ in drafting]
-    rows = [_known(s) for s in scheduled]
-    while rows:
+    found: Proposals = {s.request.request_id: [] for s in scheduled}
+    for n in range(1 + max(len(s.draft_token_ids) for s in scheduled)):
+        active = [s for s in scheduled if len(s.draft_token_ids) >= n]
+        rows = [_row(s, found[s.request.request_id][:n]) for s in active]
         logits_LV = logits(rows)
-        asking = [i for i, s in enumerate(drafting) if len(drafts[i]) < len(s.draft_token_ids)]
-        sampled = sample(
-            logits_LV, [sampling_row(drafting[i].request, drafts[i]) for i in asking]
-        )
-        for i, one in zip(asking, sampled, strict=True):
-            # Logits that are no numbers guess nothing: any token will do.
-            drafts[i].append(max(one.token_id, 0))
-        rows = [_next(drafting[i], drafts[i]) for i in asking]
-    for s, draft in zip(drafting, drafts, strict=True):
-        s.draft_token_ids = draft
+        asking = [s for s, row in zip(active, rows, strict=True) if row.num_logits > 0]
+        drafts = [[one.token_id for one in found[s.request.request_id]] for s in asking]
+        sampling = [sampling_row(s.request, d) for s, d in zip(asking, drafts, strict=True)]
+        for s, proposal in zip(asking, propose(logits_LV, sampling), strict=True):
+            found[s.request.request_id].append(proposal)
+    for s in scheduled:
+        proposals = found[s.request.request_id][: len(s.draft_token_ids)]
+        s.draft_token_ids = [one.token_id for one in proposals]
+    return found
 
 
-def _known(s: ScheduledRequest) -> Row:
-    """What of a row is no guess."""
-    start = s.request.num_computed_tokens
-    token_ids = s.request.token_ids[start : start + s.num_tokens - len(s.draft_token_ids)]
-    return Row(token_ids, start, s.request.block_table, 1 if s.draft_token_ids else 0)
-
-
-def _next(s: ScheduledRequest, draft: Sequence[int]) -> Row:
-    """The last guess so far, to be computed; the very last is only written."""
-    is_last = len(draft) == len(s.draft_token_ids)
-    start = s.request.num_tokens + len(draft) - 1
-    return Row(draft[-1:], start, s.request.block_table, 0 if is_last else 1)
+def _row(s: ScheduledRequest, proposals: Sequence[Proposal]) -> Row:
+    """What comes behind n proposals: at first a row's known tokens, then the last proposal."""
+    request, n = s.request, len(proposals)
+    num_wanted = s.num_logits if request.params.temperature > 0 else s.num_logits - 1
+    num_logits = 1 if n < num_wanted else 0
+    if n > 0:
+        start = request.num_tokens + n - 1
+        return Row([proposals[-1].token_id], start, request.block_table, num_logits)
+    start = request.num_computed_tokens
+    token_ids = request.token_ids[start : start + s.num_tokens - len(s.draft_token_ids)]
+    return Row(token_ids, start, request.block_table, num_logits)

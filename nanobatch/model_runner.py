@@ -9,9 +9,9 @@ prefill in it runs eagerly, and so does one with drafts to check.
 
 Checking a draft is sampling: a token is chosen behind each of its tokens, by the request's own
 rules and with the random number of that place, and they are kept up to the first that is not
-the draft's next one. For a draft d that is one certain token this is rejection sampling (accept
-d with the probability p(d) that the model gives it, else draw from the others). And the tokens
-are the very ones that come without drafts.
+the draft's next one. For a token of prompt lookup this is rejection sampling already (accept it
+with the probability that the model gives it, else draw from the others), and the tokens are the
+very ones that come without drafts. A draft model's come with a distribution: see sampler.py.
 
 Always holds: nothing of a request is kept here between steps. What a step needs is in the
 plan, so a preempted request is the same as one never seen (invariants 10, 12, 13).
@@ -33,7 +33,7 @@ from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.config import EngineConfig, ModelConfig, cdiv, settle_max_model_len
 from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, cache_bytes, measure_step
-from nanobatch.draft_model import check_draft_model, fill_in_drafts
+from nanobatch.draft_model import Proposals, check_draft_model, fill_in_drafts
 from nanobatch.engine import StepResult
 from nanobatch.model import Decoder
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
@@ -190,15 +190,18 @@ class ModelRunner:
         after each draft token for as long as the samples agree with the draft."""
         _copy_blocks(plan.swap_out, self.caches, self.host_caches)
         _copy_blocks(plan.swap_in, self.host_caches, self.caches)
+        proposals: Proposals = {}
         if self.draft is not None:
-            fill_in_drafts(plan.scheduled, self._draft_logits)
+            proposals = fill_in_drafts(plan.scheduled, self._draft_logits)
         rows = [_row(s) for s in plan.scheduled]
         logits_LV = self._logits(rows)
         sampling = [s for s in plan.scheduled if s.num_logits > 0]
         if not sampling:
             return StepResult({})
         result = StepResult({}, {}, {})
-        sampled = iter(sample(logits_LV, [r for s in sampling for r in _sampling_rows(s)]))
+        sampled = iter(
+            sample(logits_LV, [r for s in sampling for r in _sampling_rows(s, proposals)])
+        )
         for s in sampling:
             _take(result, s, list(itertools.islice(sampled, s.num_logits)))
         return result
@@ -245,9 +248,10 @@ def _row(s: ScheduledRequest) -> Row:
     return Row(token_ids, start, request.block_table, s.num_logits)
 
 
-def _sampling_rows(s: ScheduledRequest) -> list[SamplingRow]:
+def _sampling_rows(s: ScheduledRequest, proposals: Proposals) -> list[SamplingRow]:
     """One for each of a row's logits: after its last known token, and after each draft."""
-    return [sampling_row(s.request, s.draft_token_ids[:n]) for n in range(s.num_logits)]
+    places = itertools.zip_longest(range(s.num_logits), proposals.get(s.request.request_id, ()))
+    return [sampling_row(s.request, s.draft_token_ids[:n], one) for n, one in places]
 
 
 def _take(result: StepResult, s: ScheduledRequest, sampled: Sequence[Sampled]) -> None:

@@ -14,7 +14,7 @@ whose keys and values are in the cache. Whatever lies between the two is work to
 
 Always holds: token_ids is prompt_token_ids + output_token_ids; num_computed_tokens never
 exceeds num_tokens; between steps block_table has room for exactly the computed tokens
-(rounded up to blocks).
+(rounded up to blocks), but for what rejected drafts took, which the next plan takes back.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Source: Orca (Yu et al., OSDI 2022);
 the names are vLLM's.

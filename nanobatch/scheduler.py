@@ -42,7 +42,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from nanobatch.admission import waits_for_leader
+from nanobatch.admission import OnDemand, waits_for_leader
 from nanobatch.config import cdiv
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.policy import arrival, in_order
@@ -68,6 +68,8 @@ class Scheduler(Queues):
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
         self._forget_copies()
+        if self.drafter is not None:
+            self._take_back_blocks()
         plan = SchedulerOutput()
         budget = self._serve_running(plan, now)
         if self.config.batching == "static":
@@ -135,26 +137,41 @@ class Scheduler(Queues):
         return True
 
     def _add_drafts(self, plan: SchedulerOutput, budget: int) -> None:
-        """Let those who decode have guesses checked, with the budget and the blocks that
-        nobody else needs in this step: a draft preempts nobody and keeps nobody out."""
+        """Let those who decode have guesses checked, with what is left of the budget, and with
+        blocks that nobody who runs needs in this step or, if all guesses are right, in the
+        next: a draft preempts nobody and keeps nobody out."""
         allocator, block_size = self.allocator, self.config.block_size
+        look_ahead = OnDemand(allocator)
+        look_ahead.begin([request for request in self.running if request.status is RUNNING])
+        num_spare = allocator.num_free_blocks - look_ahead.num_promised
         for row in plan.scheduled:
             request = row.request
             if request.num_uncomputed_tokens > 1:
                 continue
-            num_blocks = len(request.block_table) + allocator.num_free_blocks
+            num_next = request.num_tokens + 1
+            num_blocks = look_ahead.num_blocks(request)
             most = min(
                 self.config.num_speculative_tokens,
                 budget,
-                num_blocks * block_size - request.num_tokens,
+                (num_blocks + num_spare) * block_size - num_next,
                 # The very last token of a request is never computed.
-                request.max_total_tokens - request.num_tokens - 1,
+                request.max_total_tokens - num_next,
             )
             if most > 0:
-                row.draft_token_ids = self.drafter.propose(request.token_ids, most)
-                row.num_tokens += len(row.draft_token_ids)
-                budget -= len(row.draft_token_ids)
+                draft = self.drafter.propose(request.token_ids, most)
+                row.draft_token_ids = draft
+                row.num_tokens += len(draft)
+                budget -= len(draft)
+                num_spare -= max(0, cdiv(num_next + len(draft), block_size) - num_blocks)
                 self._add_blocks(request, row.num_tokens)
+
+    def _take_back_blocks(self) -> None:
+        """What rejected drafts took is anybody's again."""
+        for request in self.running:
+            num_blocks = cdiv(request.num_computed_tokens, self.config.block_size)
+            if len(request.block_table) > num_blocks:
+                self.allocator.free(request.block_table[num_blocks:])
+                del request.block_table[num_blocks:]
 
     # ------------------------------------------------------------------------- who gives way
 
@@ -307,9 +324,4 @@ class Scheduler(Queues):
             self.allocator.cache_blocks(
                 request.token_ids, request.block_table, num_computed, request.cache_salt
             )
-        if num_drafts:
-            # What rejected drafts took is anybody's again.
-            num_blocks = cdiv(num_computed, block_size)
-            self.allocator.free(request.block_table[num_blocks:])
-            del request.block_table[num_blocks:]
         return reason

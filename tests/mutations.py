@@ -66,7 +66,7 @@ MUTATIONS = {
     "length-beats-stop": Mutation("request.py", "        if token_id in self.stop_token_ids and num_output > self.params.min_tokens:\n            return \"stop\"\n        return \"length\" if num_output >= self.max_tokens else None", "        if num_output >= self.max_tokens:\n            return \"length\"\n        is_stop = token_id in self.stop_token_ids and num_output > self.params.min_tokens\n        return \"stop\" if is_stop else None", "tests/test_engine.py tests/test_scheduler.py"),
     # ---- batch and attention
     "positions-from-zero": Mutation("batch.py", "np.arange(num_tokens) + (starts_S - query_start_loc[:-1])[row_of_T]", "np.arange(num_tokens) - query_start_loc[:-1][row_of_T]", "tests/test_attention.py"),
-    "wrong-row-for-logits": Mutation("batch.py", "query_start_loc[1:] - 1,", "query_start_loc[:-1],", "tests/test_attention.py"),
+    "wrong-row-for-logits": Mutation("batch.py", "np.repeat(ends_S - counts_S.cumsum(), counts_S)", "np.repeat(ends_S - counts_S.cumsum() - 1, counts_S)", "tests/test_attention.py"),
     "minus-one-is-the-last-block": Mutation("fused_kernels.py", "    if not is_real_T.all():", "    if False:", "tests/test_attention.py"),
     "window-off-by-one": Mutation("attention_masks.py", "key_pos > query_pos - sliding_window", "key_pos >= query_pos - sliding_window", "tests/test_attention.py"),
     "tail-not-zeroed": Mutation("sequence_groups.py", "        x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
