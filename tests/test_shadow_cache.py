@@ -723,8 +723,8 @@ def test_random_traces(start, is_wide):
 @pytest.mark.parametrize("is_wide", [False, True], ids=["defaults", "everything"])
 def test_random_traces_with_drafts(is_wide):
     """Speculative decoding: only tokens that were verified count, and are found."""
-    seen = run_traces(range(TRACES_IN_A_TEST), is_wide=is_wide, has_drafts=True)
-    assert all(count > TRACES_IN_A_TEST / 20 for count in seen.values()), seen
+    seen = run_traces(range(200), is_wide=is_wide, has_drafts=True)
+    assert all(count > 10 for count in seen.values()), seen
 
 
 # ---- broken on purpose -----------------------------------------------------------------
