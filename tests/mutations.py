@@ -64,6 +64,16 @@ MUTATIONS = {
     "abort-leaks": Mutation("queues.py", "        self.preemption.release(request)\n", "", "tests/test_scheduler.py"),
     "too-long-is-let-in": Mutation("admission.py", "        if num_prompt + 1 > size:", "        if num_prompt > size:", "tests/test_scheduler.py"),
     "length-beats-stop": Mutation("request.py", "        if token_id in self.stop_token_ids and num_output > self.params.min_tokens:\n            return \"stop\"\n        return \"length\" if num_output >= self.max_tokens else None", "        if num_output >= self.max_tokens:\n            return \"length\"\n        is_stop = token_id in self.stop_token_ids and num_output > self.params.min_tokens\n        return \"stop\" if is_stop else None", "tests/test_engine.py tests/test_scheduler.py"),
+    # ---- drafts
+    "drafts-count-though-rejected": Mutation("scheduler.py", "num_accepted = min(len(request.token_ids) - num_before - 1, num_drafts)", "num_accepted = num_drafts", SHADOW),
+    "drafts-take-what-others-need": Mutation("scheduler.py", "num_spare = allocator.num_free_blocks - look_ahead.num_promised", "num_spare = allocator.num_free_blocks", "tests/test_speculative.py"),
+    "rejected-drafts-keep-blocks": Mutation("scheduler.py", "            self._take_back_blocks()\n", "            pass\n", "tests/test_speculative.py"),
+    "all-drafts-are-right": Mutation("model_runner.py", "        if one.token_id != drafted:\n            break\n", "", "tests/test_speculative.py"),
+    "rejected-draft-is-drawn-again": Mutation("sampler.py", "torch.where(left_XV.sum(dim=1, keepdim=True) > 0, left_XV, p_XV)", "p_XV", "tests/test_speculative.py"),
+    "draft-is-always-accepted": Mutation("sampler.py", "if _uniform(rows[r], \":accept\") * q < p:", "if p > 0:", "tests/test_speculative.py"),
+    "last-draft-is-not-computed": Mutation("draft_model.py", "range(1 + max(len(s.draft_token_ids) for s in scheduled))", "range(max(1, *(len(s.draft_token_ids) for s in scheduled), 1))", "tests/test_speculative.py"),
+    "stop-keeps-what-follows": Mutation("engine.py", "                request.drop_tokens(num_left)\n", "", "tests/test_speculative.py"),
+    "lookup-between-two-tokens": Mutation("drafting.py", "        if start % width == 0:\n", "        if True:\n", "tests/test_speculative.py"),
     # ---- batch and attention
     "positions-from-zero": Mutation("batch.py", "np.arange(num_tokens) + (starts_S - query_start_loc[:-1])[row_of_T]", "np.arange(num_tokens) - query_start_loc[:-1][row_of_T]", "tests/test_attention.py"),
     "wrong-row-for-logits": Mutation("batch.py", "np.repeat(ends_S - counts_S.cumsum(), counts_S)", "np.repeat(ends_S - counts_S.cumsum() - 1, counts_S)", "tests/test_attention.py"),
@@ -89,7 +99,7 @@ MUTATIONS = {
     # ---- sampling and text
     "top-k-after-top-p": Mutation("sampler.py", "    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)\n", "", "tests/test_sampler.py"),
     "top-p-drops-the-likeliest": Mutation("sampler.py", "    is_past_XV[:, 0] = False  # the likeliest token always stays\n", "", "tests/test_sampler.py"),
-    "shared-random-stream": Mutation("sampler.py", "f\"{row.seed}:{len(row.output_token_ids)}\"", "f\"{row.seed}\"", "tests/test_sampler.py tests/test_engine.py"),
+    "shared-random-stream": Mutation("sampler.py", "f\"{row.seed}:{len(row.output_token_ids)}{use}\"", "f\"{row.seed}{use}\"", "tests/test_sampler.py tests/test_engine.py"),
     "nan-is-a-token": Mutation("sampler.py", "is_ok_S = is_number_S & logits_SV", "is_ok_S = logits_SV", "tests/test_sampler.py"),
     "penalty-counts-the-prompt": Mutation("sampler.py", "counts = Counter(row.output_token_ids)", "counts = Counter([*row.prompt_token_ids, *row.output_token_ids])", "tests/test_sampler.py"),
     "min-tokens-ignored": Mutation("sampler.py", "num_output < params.min_tokens and len", "num_output < 0 and len", "tests/test_sampler.py"),

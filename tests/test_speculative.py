@@ -127,7 +127,7 @@ def test_prompt_lookup_of_4000_tokens_takes_no_time(alphabet):
         {"block_size": 1, "num_blocks": 46, "num_speculative_tokens": 1},
         {"block_size": 2, "num_blocks": 24, "num_speculative_tokens": 3},
         {"block_size": 4, "num_blocks": 12, "num_speculative_tokens": 7},
-        {"block_size": 16, "num_blocks": 5},
+        {"block_size": 16},
         {"num_blocks": 15, "preemption": "swap", "num_host_blocks": 40},
         {"max_num_batched_tokens": 5, "max_num_seqs": 3},
         {"batching": "static"},
