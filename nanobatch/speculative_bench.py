@@ -1,6 +1,6 @@
 """What drafts gain: one request at a time, with and without, in turns.
 
-    repetitive    a text twice over, to be gone on with: summaries, edits, answers that quote
+    repetitive    a text twice, and the start of the third time: answers that quote or edit
     ordinary      the beginning of a story
 
 A step that checks drafts computes more and reads the same weights; it is worth that where
@@ -32,7 +32,7 @@ NOTES = (
     "under six travel free, bicycles cost two coins, and dogs must be on a lead. In winter "
     "there is only one boat, at nine, unless the wind is too strong.\n\n"
 )
-PROMPTS = {"repetitive": NOTES + NOTES, "ordinary": STORY}
+PROMPTS = {"repetitive": NOTES + NOTES + "The ferry leaves the north pier", "ordinary": STORY}
 
 
 class Gain(NamedTuple):
