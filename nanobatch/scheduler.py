@@ -165,14 +165,6 @@ class Scheduler(Queues):
                 num_spare -= max(0, cdiv(num_next + len(draft), block_size) - num_blocks)
                 self._add_blocks(request, row.num_tokens)
 
-    def _take_back_blocks(self) -> None:
-        """What rejected drafts took is anybody's again."""
-        for request in self.running:
-            num_blocks = cdiv(request.num_computed_tokens, self.config.block_size)
-            if len(request.block_table) > num_blocks:
-                self.allocator.free(request.block_table[num_blocks:])
-                del request.block_table[num_blocks:]
-
     # ------------------------------------------------------------------------- who gives way
 
     def _preempt_one(self, plan: SchedulerOutput, now: float) -> Request:
