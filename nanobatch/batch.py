@@ -108,7 +108,10 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu
         "block_tables_SB": block_tables_SB,
         "logits_indices_S": _last_tokens(rows, query_start_loc[1:]),
     }
-    batch = Batch(**{name: torch.from_numpy(a).to(device) for name, a in arrays.items()})
+    tensors = {name: torch.from_numpy(a).to(device) for name, a in arrays.items() if a.size}
+    if "logits_indices_S" not in tensors:  # nobody asks, and there is nothing to copy
+        tensors["logits_indices_S"] = torch.empty(0, dtype=torch.int64, device=device)
+    batch = Batch(**tensors)
     batch.derived["max_query_len"] = int(query_lens_S.max())  # known here without a sync
     return batch
 
