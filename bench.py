@@ -9,6 +9,8 @@
     python bench.py --check 60                   a minute of random trials: is it right here?
     python bench.py --model smollm2 --baseline vllm --baseline hf --workload W1
                                                  other engines on the same requests, in turns
+    python bench.py --speculative ngram --model smollm2
+                                                 what drafts gain, on two kinds of text
     python bench.py --simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
                                                  the real scheduler on a GPU that is not there
     python bench.py --simulate llama-2-7b@a100-80gb --num-replicas 4 --router prefix_aware
@@ -55,6 +57,7 @@ from nanobatch.config import (
     DTYPES,
     POLICIES,
     PREEMPTIONS,
+    SPECULATIONS,
     EngineConfig,
 )
 from nanobatch.device import resolve_device, resolve_dtype
@@ -222,6 +225,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-wait", type=float, help="seconds")
     add("--admission", default="on_demand", choices=ADMISSIONS)
     add("--preemption", default="recompute", choices=PREEMPTIONS)
+    add("--speculative", choices=SPECULATIONS[1:], help="measure drafts, with and without")
+    add("--num-speculative-tokens", type=int, default=4)
+    add("--draft-model", metavar="MODEL", help="of --speculative draft")
     add("--no-enable-prefix-caching", action="store_true", help="not even where a rung has it")
     add("--tensor-parallel-size", type=int, default=1, help="simulated, or torchrun's")
     add("--num-replicas", type=int, help="engines side by side, simulated: compares routers")
@@ -284,7 +290,8 @@ def _settle(args: argparse.Namespace) -> None:
     if args.plot is not None and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot is {args.plot}; it must end in .png, .pdf or .svg")
     shares = args.tensor_parallel_size > 1 and not args.simulate
-    if shares and (args.kernels or args.host or args.baseline or args.check is not None):
+    others = args.kernels or args.host or args.baseline or args.speculative
+    if shares and (others or args.check is not None):
         raise ValueError(
             f"--tensor-parallel-size is {args.tensor_parallel_size}; only the ladder and "
             "--simulate take more than 1"
@@ -334,6 +341,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
             report = check_engine(args, device)
         elif args.kernels:
             report = bench_kernels(args, device)
+        elif args.speculative:
+            report = bench_speculative(args, device)
         elif ranks.rank == 0:
             report = bench_engine(args, device, ranks)
         else:  # it does the same; one says so
@@ -535,6 +544,44 @@ def bench_baselines(args) -> dict:
         print(f"{row['engine'] + ' ' + row['version']:22}" + "".join(cells))
     print("\nratio: nanobatch's output tokens/s over this engine's")
     return {"machine": machine, "args": args_of(args), "engines": rows}
+
+
+def bench_speculative(args, device: torch.device) -> dict:
+    from nanobatch.speculative_bench import PROMPTS, measure
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    config = engine_config(
+        args,
+        speculative=args.speculative,
+        num_speculative_tokens=args.num_speculative_tokens,
+        draft_model=args.draft_model,
+    )
+    dtype = resolve_dtype(args.dtype, device)
+    loaded = load(args.model, dtype, device)
+    draft = load(args.draft_model, dtype, device).model if args.draft_model else None
+    if loaded.tokenizer is None:
+        raise ValueError(f"--model is {args.model}; the prompts need one with a tokenizer")
+    prompts = {name: loaded.tokenizer.encode(text) for name, text in PROMPTS.items()}
+    num_tokens = args.max_tokens or 128
+    machine = describe_machine(device)
+    print_heading(
+        f"{args.model}, {args.dtype}: drafts of up to {args.num_speculative_tokens} tokens by "
+        f"{args.draft_model or args.speculative}, one request of {num_tokens} tokens at a time",
+        machine,
+        None,
+    )
+    gains = measure(loaded.model, draft, config, prompts, num_tokens, args.repeat)
+    columns = ("tok/s without", "with", "ratio", "tokens a step", "drafted", "accepted", "same")
+    print(f"{'prompt':14}" + "".join(f"{name:>15}" for name in columns))
+    for g in gains:
+        cells = (f"{g.plain_speed:.1f}", f"{g.speed:.1f}", f"{g.speed / g.plain_speed:.2f}")
+        cells += (f"{g.tokens_per_step:.2f}", f"{g.num_draft_tokens}")
+        cells += (f"{g.acceptance_rate:.0%}", f"{g.same:.0%}")
+        print(f"{g.prompt:14}" + "".join(f"{cell:>15}" for cell in cells))
+    if dtype == torch.float32 and any(g.same < 1 for g in gains):
+        sys.exit("With drafts the greedy tokens are others: that is wrong, in float32.")
+    return {"machine": machine, "args": args_of(args), "gains": [g._asdict() for g in gains]}
 
 
 def bench_engine(args, device: torch.device, ranks: Ranks) -> dict:

@@ -10,7 +10,8 @@ second chunk of its prompt.
     seq_lens_S          [ 6    3             6 ]            its keys after the step
     block_tables_SB     [[2 0] [3 -]        [1 5]]          - is padding: any valid id
     slot_mapping_T      [ 1 | 12  13  14  | 20  21 ]        block * block_size + offset
-    logits_indices_S    [ 0    3             5 ]            the last token of each row
+    logits_indices_S    [ 0    3             5 ]            the last token of each row, or as
+                                                            many of the last as it asks for
 
 Always holds (invariant 14): a slot of -1 writes nothing; padding in a block table is a valid
 id that no result depends on.
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     token_ids: Sequence[int]
     start: int  # position of the first of these tokens
     block_table: Sequence[int]
+    num_logits: int = 1  # of its last tokens, whose logits are wanted
 
 
 @dataclass
@@ -104,11 +106,20 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu
         "query_start_loc": query_start_loc.astype(np.int32),
         "seq_lens_S": (starts_S + query_lens_S).astype(np.int32),
         "block_tables_SB": block_tables_SB,
-        "logits_indices_S": query_start_loc[1:] - 1,
+        "logits_indices_S": _last_tokens(rows, query_start_loc[1:]),
     }
-    batch = Batch(**{name: torch.from_numpy(a).to(device) for name, a in arrays.items()})
+    tensors = {name: torch.from_numpy(a).to(device) for name, a in arrays.items() if a.size}
+    if "logits_indices_S" not in tensors:  # nobody asks, and there is nothing to copy
+        tensors["logits_indices_S"] = torch.empty(0, dtype=torch.int64, device=device)
+    batch = Batch(**tensors)
     batch.derived["max_query_len"] = int(query_lens_S.max())  # known here without a sync
     return batch
+
+
+def _last_tokens(rows: Sequence[Row], ends_S: np.ndarray) -> np.ndarray:
+    """int64: the last num_logits tokens of each row, by row."""
+    counts_S = np.array([row.num_logits for row in rows])
+    return np.repeat(ends_S - counts_S.cumsum(), counts_S) + np.arange(counts_S.sum())
 
 
 def _block_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:

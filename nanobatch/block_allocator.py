@@ -118,7 +118,7 @@ class BlockAllocator:
             del self._holders[key], self._chains[key]
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back one table, head first. What no other table holds becomes free.
+        """Give back one table, or its tail, head first. What no other table holds becomes free.
 
         The tail is freed first, so that of a cached prefix the end is evicted before the
         start: a start without its end is still a prefix, an end without its start is not.

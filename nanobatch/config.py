@@ -23,6 +23,8 @@ BATCHING = ("continuous", "static")
 POLICIES = ("fcfs", "sjf", "priority")
 ADMISSIONS = ("on_demand", "reserve", "predict")
 PREEMPTIONS = ("recompute", "swap")
+SPECULATIONS = (None, "ngram", "draft")
+MAX_DRAFT_TOKENS = 64
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "c")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -117,6 +119,12 @@ class EngineConfig:
         enable_prefix_caching: full blocks are found again by what is in them.
         preemption: "recompute": a preempted request starts anew from its tokens; "swap": its
             blocks wait in host memory, as far as num_host_blocks go (preemption.py).
+        speculative: who guesses tokens to come, for one step to check several: None; "ngram":
+            what followed in the request before (drafting.py); "draft": a small model
+            (draft_model.py). It changes no output in float32.
+        num_speculative_tokens: most tokens of a guess.
+        draft_model: what LLM() loads for "draft"; a model with the same vocabulary.
+        prompt_lookup_max, prompt_lookup_min: how many last tokens "ngram" looks for.
         attention_backend: "torch", "triton" (on a CPU only in Triton's interpreter) or "c" (on
             a CPU with a C compiler); "auto" is the best there is on the device.
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
@@ -148,6 +156,11 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     preemption: str = "recompute"
+    speculative: str | None = None
+    num_speculative_tokens: int = 4
+    draft_model: str | None = None
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     attention_backend: str = "auto"
     cuda_graphs: bool = True
     device: str = "auto"
@@ -174,6 +187,10 @@ class EngineConfig:
         check_choice("policy", self.policy, POLICIES)
         check_choice("admission", self.admission, ADMISSIONS)
         check_choice("preemption", self.preemption, PREEMPTIONS)
+        check_choice("speculative", self.speculative, SPECULATIONS)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+        check_int("prompt_lookup_min", self.prompt_lookup_min, 1)
+        check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("device", self.device, DEVICES)
         check_choice("dtype", self.dtype, DTYPES)
@@ -194,6 +211,21 @@ class EngineConfig:
             )
         if self.preemption == "swap" and self.num_host_blocks == 0:
             raise ValueError("num_host_blocks is 0; preemption by swap needs >= 1")
+        is_named = isinstance(self.draft_model, str) and self.draft_model != ""
+        if self.speculative == "draft" and not is_named:
+            raise ValueError(
+                f"draft_model is {self.draft_model!r}; speculative 'draft' needs a model's name"
+            )
+        if self.speculative == "draft" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; with speculative "
+                "'draft' it must be 1: nobody shares the draft model"
+            )
+        if self.speculative != "draft" and self.draft_model is not None:
+            raise ValueError(
+                f"draft_model is {self.draft_model!r}; with speculative {self.speculative!r} "
+                "it must be None"
+            )
         longest_whole_prompt = self.max_model_len or 0
         if (
             not self.enable_chunked_prefill

@@ -2,7 +2,7 @@
 
     reference   each request alone, over a dense cache: no blocks, no scheduler, no engine
     trial       a random crowd through the engine, with any block size, budget, slots, pool,
-                chunking, prefix cache, policy, admission, preemption, batching and backend
+                chunking, prefix cache, policy, admission, preemption, batching, drafts, backend
 
 What is compared: greedy tokens, seeded samples, log-probabilities, finish reasons; and that all
 blocks are free again. A token that a little noise on the logits changes (two best ones side by
@@ -131,6 +131,7 @@ class Differential:
         report.tokens += sum(len(output.token_ids) for output in outputs)
         report.seen["preemptions"] += engine.stats.num_preemptions
         report.seen["swapped blocks"] += engine.stats.num_swapped_blocks
+        report.seen["accepted drafts"] += engine.stats.num_accepted_tokens
         report.seen["prefix hits"] += sum(o.metrics.num_cached_tokens > 0 for o in outputs)
         report.faults += faults
         return faults
@@ -147,6 +148,7 @@ class Differential:
             "policy": rng.choice(POLICIES),
             "admission": rng.choice(ADMISSIONS),
             "preemption": rng.choice(PREEMPTIONS),
+            "speculative": rng.choice([None, "ngram"]),
             "enable_prefix_caching": rng.random() < 0.7,
             "enable_chunked_prefill": rng.random() < 0.7,
             "cuda_graphs": rng.random() < 0.7,
@@ -163,6 +165,8 @@ class Differential:
             max_num_batched_tokens=max(slots, budget),
             max_model_len=LONGEST,
             max_wait=rng.choice([None, 0.01]),
+            num_speculative_tokens=rng.randint(1, 6),
+            prompt_lookup_min=1,
         )
 
     def _backends(self) -> list[str]:

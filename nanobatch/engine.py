@@ -267,24 +267,47 @@ class LLMEngine:
         rows = [row for row in plan.scheduled if not row.request.is_finished]  # by an abort
         failed = [row.request for row in rows if row.request.request_id in result.errors]
         sampling = [row.request for row in rows if row.samples and row.request not in failed]
+        before = [
+            (r.metrics.num_output_tokens, r.metrics.num_accepted_tokens) for r in sampling
+        ]
         for request in failed:
             self.scheduler.finish(request, "error", now)
         self.scheduler.update(plan, result.token_ids, now)
-        for request in sampling:
-            self._take_tokens(request, result, now)
+        for request, (num_output, num_accepted) in zip(sampling, before, strict=True):
+            self._take_tokens(request, result, num_output, now)
+            metrics = request.metrics
+            self.stats.count_output(
+                metrics.num_output_tokens - num_output,
+                metrics.num_accepted_tokens - num_accepted,
+            )
         return [self._output(r, result.errors.get(r.request_id)) for r in failed + sampling]
 
-    def _take_tokens(self, request: Request, result: StepResult, now: float) -> None:
-        """Turn a request's new tokens into text; end it where a stop string is complete."""
+    def _take_tokens(
+        self, request: Request, result: StepResult, num_before: int, now: float
+    ) -> None:
+        """Turn a request's output from token num_before on into text; end it where a stop
+        string is complete. Its log-probabilities are those of the tokens that stay."""
         progress = self._progress[request.request_id]
+        if progress.detokenizer is not None:
+            self._detokenize(request, progress.detokenizer, num_before, now)
         if progress.logprobs is not None:
-            progress.logprobs += result.logprobs.get(request.request_id, ())
-        detokenizer = progress.detokenizer
-        if detokenizer is None:
-            return
-        for token_id in result.token_ids[request.request_id]:
+            num_new = len(request.output_token_ids) - num_before
+            progress.logprobs += result.logprobs.get(request.request_id, ())[:num_new]
+
+    def _detokenize(
+        self,
+        request: Request,
+        detokenizer: IncrementalDetokenizer,
+        num_before: int,
+        now: float,
+    ) -> None:
+        num_left = len(request.output_token_ids) - num_before
+        for token_id in request.output_token_ids[num_before:]:
             is_shown = token_id not in request.stop_token_ids + request.eos_token_ids
-            detokenizer.append(token_id if is_shown else None)
+            num_left -= 1
+            if detokenizer.append(token_id if is_shown else None):
+                request.drop_tokens(num_left)
+                break
         if request.is_finished:
             detokenizer.finish()
         if detokenizer.stopped:

@@ -67,7 +67,7 @@ class WatchedRunner:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = [(s.request.num_computed_tokens, s.num_tokens) for s in plan.scheduled]
-        num_logits = sum(s.samples for s in plan.scheduled)
+        num_logits = sum(s.num_logits for s in plan.scheduled)
         itemsize = self.runner.dtype.itemsize
         self.work.append(step_work(self.runner.model.config, rows, num_logits, itemsize))
         return self.runner.run(plan)

@@ -66,8 +66,11 @@ class LLM:
         dtype = resolve_dtype(config.dtype, device)
         ranks.check_same(model=str(model), config=config, dtype=dtype, device=device.type)
         loaded = load(str(model), dtype, device, config.seed, ranks)
+        draft = None
+        if config.speculative == "draft":
+            draft = load(config.draft_model, dtype, device, config.seed).model
         ranks.all_of(0)  # wait for each other here, where a rank that could not load is missed
-        runner = ModelRunner(loaded.model, config)
+        runner = ModelRunner(loaded.model, config, draft)
         self.name = str(model)
         self.tokenizer = loaded.tokenizer
         self.engine = LLMEngine(
@@ -134,7 +137,7 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield an output for each new token; `delta` is the new text.
+        """Yield an output for each new token (with drafts, several); `delta` is the new text.
 
         The prompt is checked now and queued when the first output is asked for. A stream
         that is dropped half way aborts its request.

@@ -155,6 +155,8 @@ class EngineStats:
     num_slots: max_num_seqs summed over the steps: the turns there could have been.
     num_budget_tokens: max_num_batched_tokens summed over the steps.
     num_blocks_in_use, num_pool_blocks: held, and all there are, summed over the steps.
+    num_output_tokens: tokens put out, in num_samples turns of a request.
+    num_draft_tokens: guessed and checked; num_accepted_tokens: guessed right.
     """
 
     num_steps: int = 0
@@ -167,6 +169,10 @@ class EngineStats:
     num_budget_tokens: int = 0
     num_blocks_in_use: int = 0
     num_pool_blocks: int = 0
+    num_output_tokens: int = 0
+    num_samples: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def count_step(
         self, plan: SchedulerOutput, config: EngineConfig, num_blocks_in_use: int
@@ -181,6 +187,13 @@ class EngineStats:
         self.num_budget_tokens += config.max_num_batched_tokens
         self.num_blocks_in_use += num_blocks_in_use
         self.num_pool_blocks += config.num_blocks
+        self.num_draft_tokens += sum(len(row.draft_token_ids) for row in plan.scheduled)
+
+    def count_output(self, num_tokens: int, num_accepted: int) -> None:
+        """Take in what a request got in a step: tokens, and how many of them were drafts."""
+        self.num_samples += 1
+        self.num_output_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
 
     def take_in(self, other: EngineStats) -> None:
         """Add another engine's counts."""
@@ -206,6 +219,16 @@ class EngineStats:
     def padding_share(self) -> float:
         """Share of the computed rows that were padding."""
         return _share(self.num_padding, self.num_rows + self.num_padding)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the draft tokens that were accepted."""
+        return _share(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def tokens_per_turn(self) -> float:
+        """Output tokens for each turn of a request that put any out; 1 without drafts."""
+        return _share(self.num_output_tokens, self.num_samples)
 
     def utilizations(self) -> dict[str, float]:
         """The shares above by name."""

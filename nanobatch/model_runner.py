@@ -5,7 +5,13 @@
 It owns the KV cache, the tensors of kv_cache.py for each layer, and settles what the
 configuration left open: the length limit and the number of blocks. On a GPU a step in which
 everybody decodes is the replay of a captured graph (decode_graphs.py); a step with any
-prefill in it runs eagerly.
+prefill in it runs eagerly, and so does one with drafts to check.
+
+Checking a draft is sampling: a token is chosen behind each of its tokens, by the request's own
+rules and with the random number of that place, and they are kept up to the first that is not
+the draft's next one. For a token of prompt lookup this is rejection sampling already (accept it
+with the probability that the model gives it, else draw from the others), and the tokens are the
+very ones that come without drafts. A draft model's come with a distribution: see sampler.py.
 
 Always holds: nothing of a request is kept here between steps. What a step needs is in the
 plan, so a preempted request is the same as one never seen (invariants 10, 12, 13).
@@ -16,6 +22,7 @@ Taught in notebooks/07_the_engine.ipynb. Source: vLLM's GPUModelRunner.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -26,13 +33,14 @@ from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.config import EngineConfig, cdiv, row_bytes
 from nanobatch.decode_graphs import DecodeGraphs
 from nanobatch.device import GIB, cache_bytes, measure_step
+from nanobatch.draft_model import Proposals, check_draft_model, fill_in_drafts
 from nanobatch.engine import StepResult, WallClock
 from nanobatch.kv_cache import Cache, as_bytes, new_cache, resolve_cache_dtype
 from nanobatch.model import Decoder
 from nanobatch.model_config import ModelConfig, settle_max_model_len
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
-from nanobatch.request import Request, SamplingParams
-from nanobatch.sampler import SamplingRow, sample
+from nanobatch.request import SamplingParams
+from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
 from nanobatch.tensor_parallel import SharedClock
 
 CPU_CACHE_BYTES = 2 * GIB  # of the cache, unless num_blocks says how much
@@ -54,17 +62,19 @@ class ModelRunner:
     Args:
         model: with its weights; on a CPU those in bfloat16 are laid out anew, for good.
         config: its None fields are settled here; see `.config`.
+        draft: the model that guesses, of the same dtype and device, if config.speculative is
+            "draft".
 
     Its clock is what an engine around it goes by: one for all ranks, if there are several.
 
     Raises:
         ValueError: max_model_len exceeds what the model was made for, the attention backend
-            or the cache's number format cannot be had, the memory does not suffice, or the
-            model was loaded for another tensor_parallel_size.
+            or the cache's number format cannot be had, the memory does not suffice, the draft
+            model does not fit, or the model was loaded for another tensor_parallel_size.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig):
-        self.model, self.ranks = model, model.ranks
+    def __init__(self, model: Decoder, config: EngineConfig, draft: Decoder | None = None):
+        self.model, self.draft, self.ranks = model, draft, model.ranks
         if config.tensor_parallel_size != self.ranks.size:
             raise ValueError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}; the model was loaded "
@@ -79,7 +89,8 @@ class ModelRunner:
         how = (config.kv_cache_dtype, self.dtype, self.device)
         self.cache_dtype = resolve_cache_dtype(*how)
         if self.device.type == "cpu" and self.dtype == torch.bfloat16:
-            model.pack()
+            for decoder in self._decoders():
+                decoder.pack()
         self.backend = choose_backend(config.attention_backend, self.on_cuda, config.block_size)
         # torch's paged attention looks at lengths, which a captured step may not.
         self.has_graphs = config.cuda_graphs and self.on_cuda and self.backend == "triton"
@@ -94,9 +105,10 @@ class ModelRunner:
 
     def _settle(self, config: EngineConfig) -> EngineConfig:
         config = settle_max_model_len(config, self.model.config)
+        check_draft_model(self.model, self.draft, config)
         if config.num_blocks is not None:
             return config
-        size = bytes_per_block(self.model.config, config.block_size, self.cache_dtype)
+        size = self._bytes_per_block(config)
         if self.on_cuda:
             num_blocks = min(self._free_bytes(config) // size, MAX_AUTO_BLOCKS)
             num_blocks = min(self.ranks.all_of(num_blocks))
@@ -111,6 +123,14 @@ class ModelRunner:
             wanted = config.max_num_seqs * cdiv(config.max_model_len, config.block_size)
             num_blocks = max(1, min(wanted, CPU_CACHE_BYTES // size))
         return dataclasses.replace(config, num_blocks=num_blocks)
+
+    def _decoders(self) -> list[Decoder]:
+        return [self.model] if self.draft is None else [self.model, self.draft]
+
+    def _bytes_per_block(self, config: EngineConfig) -> int:
+        shapes = [decoder.config for decoder in self._decoders()]
+        size, dtype = config.block_size, self.cache_dtype
+        return sum(bytes_per_block(shape, size, dtype) for shape in shapes)
 
     def _free_bytes(self, config: EngineConfig) -> int:
         """What a GPU has left for the cache beside a step of the largest size."""
@@ -147,18 +167,21 @@ class ModelRunner:
         sample(self.model.logits(hidden_SE), rows)
 
     def _new_caches(self, name: str, num_blocks: int, device: torch.device) -> Caches:
-        model = self.model.config
-        size = bytes_per_block(model, self.config.block_size, self.cache_dtype)
+        """The model's layers, then the draft model's."""
+        size = self._bytes_per_block(self.config)
         if num_blocks * size > MAX_CACHE_BYTES:
             raise ValueError(
                 f"{name} is {num_blocks}; with {size} bytes a block it must be "
                 f"<= {MAX_CACHE_BYTES // size}"
             )
-        shape = (num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
+        shapes = [
+            (num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
+            for model in (decoder.config for decoder in self._decoders())
+            for _ in range(model.num_layers)
+        ]
         try:
             with self.ranks.together():
-                layers = range(model.num_layers)
-                return [new_cache(shape, self.cache_dtype, device) for _ in layers]
+                return [new_cache(shape, self.cache_dtype, device) for shape in shapes]
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"num_blocks is {num_blocks}; {num_blocks * size / GIB:.1f} GiB of cache do "
@@ -180,41 +203,46 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
-        """Compute a plan: write its keys and values, sample where a row's last token is in."""
+        """Compute a plan: write its keys and values, sample where a row's last token is in, and
+        after each draft token for as long as the samples agree with the draft."""
         with self.ranks.together():
             return self._run(plan)
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
         _copy_blocks(plan.swap_out, self.caches, self.host_caches)
         _copy_blocks(plan.swap_in, self.host_caches, self.caches)
-        sampling = [i for i, s in enumerate(plan.scheduled) if s.samples]
-        logits_SV = self._logits([_row(s) for s in plan.scheduled], sampling)
+        proposals: Proposals = {}
+        if self.draft is not None:
+            proposals = fill_in_drafts(plan.scheduled, self._draft_logits)
+        rows = [_row(s) for s in plan.scheduled]
+        logits_LV = self._logits(rows)
+        sampling = [s for s in plan.scheduled if s.num_logits > 0]
         if not sampling:
             return StepResult({})
-        requests = [plan.scheduled[i].request for i in sampling]
         result = StepResult({}, {}, {})
-        rows = [_sampling_row(request) for request in requests]
-        sampled = sample(logits_SV, rows, agree=self.ranks.first)
-        for request, one in zip(requests, sampled, strict=True):
-            if one.error is not None:
-                result.errors[request.request_id] = one.error
-                continue
-            result.token_ids[request.request_id] = [one.token_id]
-            if one.logprobs is not None:
-                result.logprobs[request.request_id] = [one.logprobs]
+        behind = [row for s in sampling for row in _sampling_rows(s, proposals)]
+        sampled = iter(sample(logits_LV, behind, agree=self.ranks.first))
+        for s in sampling:
+            _take(result, s, list(itertools.islice(sampled, s.num_logits)))
         return result
 
-    def _logits(self, rows: Sequence[Row], sampling: Sequence[int]) -> Tensor:
-        """Compute all rows; float32 logits [len(sampling), V] of those that sample."""
-        all_sample = len(sampling) == len(rows)
-        all_decode = all(len(row.token_ids) == 1 for row in rows)
-        if self.graphs is not None and all_decode:
+    def _logits(self, rows: Sequence[Row]) -> Tensor:
+        """Compute all rows; float32 [L, V], the logits that they ask for."""
+        if self.graphs is not None and all(len(row.token_ids) == 1 for row in rows):
             logits_SV = self.graphs.replay(pack(rows, self.config.block_size))
-            return logits_SV if all_sample else logits_SV[sampling]
+            sampling = [i for i, row in enumerate(rows) if row.num_logits > 0]
+            return logits_SV if len(sampling) == len(rows) else logits_SV[sampling]
         batch = pack(rows, self.config.block_size, self.device)
         hidden_TE = self._hidden(batch, self.caches)
-        last_S = batch.logits_indices_S if all_sample else batch.logits_indices_S[sampling]
-        return self.model.logits(hidden_TE[last_S])
+        return self.model.logits(hidden_TE[batch.logits_indices_S])
+
+    def _draft_logits(self, rows: Sequence[Row]) -> Tensor:
+        """The same by the draft model, always eagerly."""
+        batch = pack(rows, self.config.block_size, self.device)
+        caches = self.caches[self.model.config.num_layers :]
+        attend = PagedAttend(batch, caches, self.backend)
+        hidden_TE = self.draft(batch.token_ids_T, batch.positions_T, attend)
+        return self.draft.logits(hidden_TE[batch.logits_indices_S])
 
     def _hidden(self, batch: Batch, caches: Caches) -> Tensor:
         attend = PagedAttend(batch, caches, self.backend)
@@ -232,17 +260,33 @@ def _copy_blocks(pairs: Sequence[tuple[int, int]], source: Caches, target: Cache
             b.index_copy_(0, to_ids.to(b.device), blocks)
 
 
-def _row(scheduled: ScheduledRequest) -> Row:
-    request, start = scheduled.request, scheduled.request.num_computed_tokens
-    token_ids = request.token_ids[start : start + scheduled.num_tokens]
-    return Row(token_ids, start, request.block_table)
+def _row(s: ScheduledRequest) -> Row:
+    request, start = s.request, s.request.num_computed_tokens
+    token_ids = request.token_ids[start : start + s.num_tokens]
+    if s.draft_token_ids:
+        token_ids = [*token_ids, *s.draft_token_ids]
+    return Row(token_ids, start, request.block_table, s.num_logits)
 
 
-def _sampling_row(request: Request) -> SamplingRow:
-    return SamplingRow(
-        params=request.params,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        stop_token_ids=request.stop_token_ids,
-        seed=request.seed,
-    )
+def _sampling_rows(s: ScheduledRequest, proposals: Proposals) -> list[SamplingRow]:
+    """One for each of a row's logits: after its last known token, and after each draft."""
+    places = itertools.zip_longest(range(s.num_logits), proposals.get(s.request.request_id, ()))
+    return [sampling_row(s.request, s.draft_token_ids[:n], one) for n, one in places]
+
+
+def _take(result: StepResult, s: ScheduledRequest, sampled: Sequence[Sampled]) -> None:
+    """Keep a row's samples up to the first that is not the draft's next token."""
+    request_id = s.request.request_id
+    kept = []
+    for one, drafted in itertools.zip_longest(sampled, s.draft_token_ids):
+        if one.error is not None:
+            break  # behind accepted drafts it will come again in the next step
+        kept.append(one)
+        if one.token_id != drafted:
+            break
+    if not kept:
+        result.errors[request_id] = sampled[0].error
+        return
+    result.token_ids[request_id] = [one.token_id for one in kept]
+    if kept[0].logprobs is not None:
+        result.logprobs[request_id] = [one.logprobs for one in kept]

@@ -11,6 +11,7 @@ Source: the names are those of vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanobatch.request import Request
@@ -18,15 +19,26 @@ from nanobatch.request import Request
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One row of a plan: the next num_tokens uncomputed tokens of a request."""
+    """One row of a plan: the next num_tokens uncomputed tokens of a request.
+
+    draft_token_ids: the last of them, if they are guesses (drafting.py); a draft model's are
+        UNKNOWN until the runner fills them in.
+    """
 
     request: Request
     num_tokens: int
+    draft_token_ids: Sequence[int] = ()
 
     @property
     def samples(self) -> bool:
         """Whether the request's last known token is computed here: then one is sampled."""
-        return self.request.num_uncomputed_tokens == self.num_tokens
+        num_known = self.num_tokens - len(self.draft_token_ids)
+        return self.request.num_uncomputed_tokens == num_known
+
+    @property
+    def num_logits(self) -> int:
+        """Positions whose next token the model must say: the last known one and each draft."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
 
 
 @dataclass

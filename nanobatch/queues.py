@@ -17,7 +17,8 @@ import bisect
 
 from nanobatch.admission import Admission, check_fits, limits, make_admission
 from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import EngineConfig
+from nanobatch.config import EngineConfig, cdiv
+from nanobatch.drafting import make_drafter
 from nanobatch.policy import Policy, arrival, make_policy, observe
 from nanobatch.preemption import Preemption
 from nanobatch.request import Request, RequestStatus
@@ -45,6 +46,7 @@ class Queues:
         self.admission = (
             make_admission(config.admission, allocator) if admission is None else admission
         )
+        self.drafter = make_drafter(config)
         num_host_blocks = config.num_host_blocks if config.preemption == "swap" else 0
         self.preemption = Preemption(allocator, num_host_blocks)
         self.waiting: list[Request] = []  # in order of arrival
@@ -105,6 +107,14 @@ class Queues:
         """Give up the slots of a static batch when all of its rows have finished."""
         if all(request.is_finished for request in self.running):
             self.running.clear()
+
+    def _take_back_blocks(self) -> None:
+        """What rejected drafts took is anybody's again."""
+        for request in self.running:
+            num_blocks = cdiv(request.num_computed_tokens, self.config.block_size)
+            if len(request.block_table) > num_blocks:
+                self.allocator.free(request.block_table[num_blocks:])
+                del request.block_table[num_blocks:]
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""

@@ -14,7 +14,7 @@ whose keys and values are in the cache. Whatever lies between the two is work to
 
 Always holds: token_ids is prompt_token_ids + output_token_ids; num_computed_tokens never
 exceeds num_tokens; between steps block_table has room for exactly the computed tokens
-(rounded up to blocks).
+(rounded up to blocks), but for what rejected drafts took, which the next plan takes back.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Source: Orca (Yu et al., OSDI 2022);
 the names are vLLM's.
@@ -132,6 +132,8 @@ class RequestMetrics:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # computed before, and lost to a preemption
+    num_draft_tokens: int = 0  # guessed and checked
+    num_accepted_tokens: int = 0  # guessed right
 
     @property
     def queue_time(self) -> float | None:
@@ -264,6 +266,13 @@ class Request:
         if token_id in self.stop_token_ids and num_output > self.params.min_tokens:
             return "stop"
         return "length" if num_output >= self.max_tokens else None
+
+    def drop_tokens(self, num_tokens: int) -> None:
+        """Forget the last num_tokens of the output, accepted drafts behind a stop."""
+        if num_tokens > 0:
+            del self.output_token_ids[-num_tokens:], self.token_ids[-num_tokens:]
+            self.metrics.num_output_tokens -= num_tokens
+            self.metrics.num_accepted_tokens -= num_tokens
 
     def __repr__(self) -> str:
         return (

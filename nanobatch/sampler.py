@@ -7,6 +7,10 @@ The draw is inverse-CDF sampling: one uniform number picks the token at which th
 probability passes it. The number is a hash of (seed, how many tokens the row has emitted), so
 a request's stream is nobody's state: it is the same alone, in a crowd, after a preemption.
 
+Where a draft model proposed token d, drawn from its distribution q, d is taken with probability
+min(1, p(d) / q(d)), else the draw is from what q lacks, max(0, p - q). This is rejection
+sampling: its tokens have the distribution p. Each of its draws has a number of its own.
+
 Sampling is not fused with lm_head. For 64 rows of 128,256 logits a look for the best reads
 33 MB that were just written: some 10 microseconds of a large GPU, in a step of milliseconds
 (`python bench.py --kernels` times that look, and the one for the best 32).
@@ -15,7 +19,8 @@ Always holds (invariants 13 and 15): no row depends on another; one draw for eac
 token; a row whose logits are not numbers is reported and the others go on.
 
 Source: nucleus sampling (Holtzman et al., 2019), min-p (Nguyen et al., 2024); counter-based
-random numbers (Salmon et al., SC 2011).
+random numbers (Salmon et al., SC 2011); rejection sampling of drafts (Leviathan et al., ICML
+2023; Chen et al., 2023).
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +37,18 @@ from torch import Tensor
 from nanobatch.fused_kernels import top_ids
 
 if TYPE_CHECKING:
-    from nanobatch.request import SamplingParams
+    from nanobatch.request import Request, SamplingParams
 
 NOT_NUMBERS = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "penalties and min_tokens leave no token to sample"
+
+
+class Proposal(NamedTuple):
+    """What a draft model says: a token, and the distribution it was drawn from, float64 [V];
+    None where it is certain."""
+
+    token_id: int
+    probs_V: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,8 @@ class SamplingRow:
     """What the sampler must know of one row.
 
     params: its SamplingParams. prompt_token_ids, output_token_ids: its tokens so far.
-    stop_token_ids: what min_tokens holds back. seed: of its random stream.
+    stop_token_ids: what min_tokens holds back. seed: of its random stream. proposal: what a
+    draft model says of the next token.
     """
 
     params: SamplingParams
@@ -51,6 +65,22 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     stop_token_ids: Sequence[int]
     seed: int
+    proposal: Proposal | None = None
+
+
+def sampling_row(
+    request: Request, draft: Sequence[int] = (), proposal: Proposal | None = None
+) -> SamplingRow:
+    """A request's row, for the token that comes behind its tokens and a draft's."""
+    output = request.output_token_ids
+    return SamplingRow(
+        params=request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=[*output, *draft] if draft else output,
+        stop_token_ids=request.stop_token_ids,
+        seed=request.seed,
+        proposal=proposal,
+    )
 
 
 @dataclass
@@ -135,7 +165,59 @@ def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
         logits_V[tokens] -= params.frequency_penalty * count + params.presence_penalty
 
 
+def propose(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Proposal]:
+    """What a draft model proposes by these logits, which are as for sample()."""
+    sampled = sample(logits_SV, rows)
+    # Logits that are no numbers propose nothing: then any token does.
+    proposals = [Proposal(max(one.token_id, 0), None) for one in sampled]
+    random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    random = [i for i in random if sampled[i].error is None]
+    if random:
+        some = [rows[i] for i in random]
+        probs_RV = _probs(_adjust(logits_SV[random], some), some)
+        for i, probs_V in zip(random, probs_RV, strict=True):
+            proposals[i] = proposals[i]._replace(probs_V=probs_V)
+    return proposals
+
+
 def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    probs_RV = _probs(logits_RV, rows)
+    numbers = [_uniform(row) for row in rows]
+    taken = _take_proposals(probs_RV, rows, numbers)
+    drawn = _pick(probs_RV, numbers)
+    return [taken.get(r, token_id) for r, token_id in enumerate(drawn)]
+
+
+def _take_proposals(
+    probs_RV: Tensor, rows: Sequence[SamplingRow], numbers: list[float]
+) -> dict[int, int]:
+    """{row: its proposed token}, where that is accepted. In place, where one might have been:
+    what is left to draw from, and the number to draw with."""
+    proposals = {r: row.proposal for r, row in enumerate(rows) if row.proposal is not None}
+    proposals = {r: one for r, one in proposals.items() if one.probs_V is not None}
+    if not proposals:
+        return {}
+    which = list(proposals)
+    p_XV = probs_RV[which]
+    q_XV = torch.stack([one.probs_V for one in proposals.values()])
+    token_X1 = torch.tensor([[one.token_id] for one in proposals.values()], device=p_XV.device)
+    p_X, q_X = (
+        torch.stack((p_XV, q_XV)).gather(2, token_X1.expand(2, -1, 1)).squeeze(2).tolist()
+    )
+    left_XV = (p_XV - q_XV).clamp(min=0)
+    # Nothing is left only where p and q differ by rounding: then p will do.
+    probs_RV[which] = torch.where(left_XV.sum(dim=1, keepdim=True) > 0, left_XV, p_XV)
+    taken = {}
+    for r, p, q in zip(which, p_X, q_X, strict=True):
+        numbers[r] = _uniform(rows[r], ":left")
+        if _uniform(rows[r], ":accept") * q < p:
+            taken[r] = proposals[r].token_id
+    return taken
+
+
+def _probs(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """float64 [R, V]: the distribution of each row's next token, by its temperature and what
+    min_p, top_k and top_p keep."""
     # In double, and the maximum taken off before the division: no temperature overflows.
     logits_RV = logits_RV.double() - logits_RV.amax(dim=-1, keepdim=True)
 
@@ -150,9 +232,15 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     if cut:
         top_k_X1 = torch.tensor(top_k, device=probs_RV.device)[cut].unsqueeze(1)
         probs_RV[cut] = _keep_top(probs_RV[cut], top_k_X1, column("top_p")[cut])
+    return probs_RV / probs_RV.sum(dim=-1, keepdim=True)
+
+
+def _pick(probs_RV: Tensor, numbers: Sequence[float]) -> list[int]:
+    """The token of each row at which the cumulative probability (of a sum of any size) passes
+    the row's number in [0, 1)."""
     cumulative_RV = probs_RV.cumsum(dim=-1)
     total_R1 = cumulative_RV[:, -1:]
-    draw_R1 = logits_RV.new_tensor([[_uniform(row)] for row in rows])
+    draw_R1 = probs_RV.new_tensor([[number] for number in numbers])
     below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     draw_R1 = torch.minimum(draw_R1 * total_R1, below_total_R1)  # rounding must not reach it
     # right=True: the first token whose cumulative probability is above the draw; a token of
@@ -172,9 +260,10 @@ def _keep_top(probs_XV: Tensor, top_k_X1: Tensor, top_p_X1: Tensor) -> Tensor:
     return torch.zeros_like(probs_XV).scatter_(1, order_XV, sorted_XV)
 
 
-def _uniform(row: SamplingRow) -> float:
-    """The row's next number in [0, 1): 53 bits of a hash of its seed and its position."""
-    text = f"{row.seed}:{len(row.output_token_ids)}".encode()
+def _uniform(row: SamplingRow, use: str = "") -> float:
+    """The row's next number in [0, 1): 53 bits of a hash of its seed and its position, and of
+    what it is used for, if not the only draw of a token."""
+    text = f"{row.seed}:{len(row.output_token_ids)}{use}".encode()
     bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11
     return bits / 2**53
 

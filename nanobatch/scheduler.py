@@ -19,6 +19,9 @@ The life of a step:
     ... the runner computes the plan ...
     scheduler.update(plan, token_ids, now)   advance, append, cache full blocks, finish, free
 
+What is left of the budget then goes to drafts, guesses at the tokens to come of those that
+decode (drafting.py): r0 would compute 1 + 4 tokens, if r1 and r2 left four.
+
 Who is next is the policy's business (policy.py), who may enter that of the admission rule
 (admission.py). With static batching the batch is gathered once, from those who wait when it is
 empty (if need be over several steps, as far as the budget goes); a finished row gives back its
@@ -39,7 +42,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from nanobatch.admission import waits_for_leader
+from nanobatch.admission import OnDemand, waits_for_leader
 from nanobatch.config import cdiv
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.policy import arrival, in_order
@@ -65,17 +68,21 @@ class Scheduler(Queues):
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
         self._forget_copies()
+        if self.drafter is not None:
+            self._take_back_blocks()
         plan = SchedulerOutput()
         budget = self._serve_running(plan, now)
         if self.config.batching == "static":
-            self._gather(plan, budget, now)
+            budget = self._gather(plan, budget, now)
         elif not plan.preempted:
-            self._admit(plan, self.waiting, budget, now)
+            budget = self._admit(plan, self.waiting, budget, now)
+        if self.drafter is not None:
+            self._add_drafts(plan, budget)
         return plan
 
-    def _gather(self, plan: SchedulerOutput, budget: int, now: float) -> None:
+    def _gather(self, plan: SchedulerOutput, budget: int, now: float) -> int:
         """Let a static batch be joined by those who waited when it was empty, until anything
-        but the budget stops one of them."""
+        but the budget stops one of them; return what is left of the budget."""
         if not self.running:
             self._batch_before = self._num_added
         waited = [r for r in self.waiting if r.arrival_order < self._batch_before]
@@ -84,6 +91,7 @@ class Scheduler(Queues):
         if plan.preempted or budget > 0:
             self._batch_before = 0
         plan.padding = [request for request in self.running if request.is_finished]
+        return budget
 
     def _serve_running(self, plan: SchedulerOutput, now: float) -> int:
         """Give every running request its tokens, and blocks for them; return what is left of
@@ -127,6 +135,35 @@ class Scheduler(Queues):
             return False
         request.block_table += self.allocator.allocate(num_blocks)
         return True
+
+    def _add_drafts(self, plan: SchedulerOutput, budget: int) -> None:
+        """Let those who decode have guesses checked, with what is left of the budget, and with
+        blocks that nobody who runs needs in this step or, if all guesses are right, in the
+        next: a draft preempts nobody and keeps nobody out."""
+        allocator, block_size = self.allocator, self.config.block_size
+        look_ahead = OnDemand(allocator)
+        look_ahead.begin([request for request in self.running if request.status is RUNNING])
+        num_spare = allocator.num_free_blocks - look_ahead.num_promised
+        for row in plan.scheduled:
+            request = row.request
+            if request.num_uncomputed_tokens > 1:
+                continue
+            num_next = request.num_tokens + 1
+            num_blocks = look_ahead.num_blocks(request)
+            most = min(
+                self.config.num_speculative_tokens,
+                budget,
+                (num_blocks + num_spare) * block_size - num_next,
+                # The very last token of a request is never computed.
+                request.max_total_tokens - num_next,
+            )
+            if most > 0:
+                draft = self.drafter.propose(request.token_ids, most)
+                row.draft_token_ids = draft
+                row.num_tokens += len(draft)
+                budget -= len(draft)
+                num_spare -= max(0, cdiv(num_next + len(draft), block_size) - num_blocks)
+                self._add_blocks(request, row.num_tokens)
 
     # ------------------------------------------------------------------------- who gives way
 
@@ -227,7 +264,8 @@ class Scheduler(Queues):
 
         Args:
             plan: what schedule() returned.
-            token_ids: the sampled tokens by request id, for those rows that sample.
+            token_ids: the sampled tokens by request id, for those rows that sample: the drafts
+                that were accepted, and one more. What lies behind a stop is dropped.
             now: seconds; becomes the time of these tokens.
 
         Raises:
@@ -238,27 +276,44 @@ class Scheduler(Queues):
             if not token_ids.get(request_id) and row.samples and row.request.status is RUNNING:
                 raise ValueError(f"token_ids has no token for request {request_id!r}")
         self.preemption.unconfirmed.clear()
-        block_size, finished = self.config.block_size, []
+        finished = []
         for row in plan.scheduled:
             request = row.request
             if request.status is not RUNNING:
                 continue  # aborted since
-            num_full_before = request.num_computed_tokens // block_size
-            num_computed = request.num_computed_tokens + row.num_tokens
-            request.num_computed_tokens = num_computed
-            if num_computed // block_size > num_full_before:
-                # Blocks that are full now become findable (invariant 4).
-                self.allocator.cache_blocks(
-                    request.token_ids, request.block_table, num_computed, request.cache_salt
-                )
-            if num_computed < len(request.token_ids):
-                continue
+            reason = self._advance(row, token_ids, now)
+            if reason is not None:
+                self.finish(request, reason, now)
+                finished.append(request)
+        return finished
+
+    def _advance(
+        self, row: ScheduledRequest, token_ids: Mapping[str, Sequence[int]], now: float
+    ) -> str | None:
+        """Append a row's tokens and count what is computed of them; why it ends, or None."""
+        request, block_size = row.request, self.config.block_size
+        num_drafts = len(row.draft_token_ids)
+        num_full_before = request.num_computed_tokens // block_size
+        num_computed = request.num_computed_tokens + row.num_tokens - num_drafts
+        reason = None
+        if num_computed == len(request.token_ids):
+            num_before = num_computed
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
             for token_id in token_ids[request.request_id]:
                 reason = request.append_token(token_id)
                 if reason is not None:
-                    self.finish(request, reason, now)
-                    finished.append(request)
                     break
-        return finished
+            if num_drafts:
+                # The last one is the model's own, and not computed yet.
+                num_accepted = min(len(request.token_ids) - num_before - 1, num_drafts)
+                request.metrics.num_draft_tokens += num_drafts
+                request.metrics.num_accepted_tokens += num_accepted
+                num_computed += num_accepted
+        request.num_computed_tokens = num_computed
+        if num_computed // block_size > num_full_before:
+            # Blocks that are full now become findable (invariant 4).
+            self.allocator.cache_blocks(
+                request.token_ids, request.block_table, num_computed, request.cache_salt
+            )
+        return reason

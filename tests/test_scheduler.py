@@ -847,6 +847,11 @@ BAD_ENGINE_CONFIG = {
     "enable_chunked_prefill": NOT_BOOLS,
     "enable_prefix_caching": NOT_BOOLS,
     "preemption": [*NOT_NAMES, None],
+    "speculative": NOT_NAMES,
+    "num_speculative_tokens": [*NOT_INTS, None, 0, -1, 65],
+    "draft_model": [5, True, "", "tiny"],  # without speculative="draft" none is allowed
+    "prompt_lookup_max": [*NOT_INTS, None, 1],
+    "prompt_lookup_min": [*NOT_INTS, None, 0, -1],
     "attention_backend": [*NOT_NAMES, None],
     "cuda_graphs": NOT_BOOLS,
     "device": [*NOT_NAMES, None],

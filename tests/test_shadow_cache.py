@@ -103,7 +103,10 @@ class WatchedAllocator:
 
     def free(self, blocks):
         head_first = not blocks or any(blocks[: len(table)] == table for table in self.tables)
-        assert head_first, f"6: freed {blocks}, not a table head first: {self.tables}"
+        is_tail = any(table[-len(blocks) :] == blocks for table in self.tables)  # of drafts
+        assert head_first or is_tail, (
+            f"6: freed {blocks}, not a table head first: {self.tables}"
+        )
         self.inner.free(blocks)
         for block in reversed(blocks):
             self.counts[block] -= 1
@@ -210,10 +213,12 @@ def check_invariant_8(plan, config):
     assert plan.scheduled, "8: an empty plan, and the scheduler is not idle"
     for item in plan.scheduled:
         left = item.request.num_tokens - item.request.num_computed_tokens
-        assert 1 <= item.num_tokens <= left, (
-            f"8: {item.num_tokens} of {left} for {item.request}"
-        )
-        is_cut = item.num_tokens < left
+        num_known = item.num_tokens - len(item.draft_token_ids)
+        assert 1 <= num_known <= left, f"8: {num_known} of {left} for {item.request}"
+        is_cut = num_known < left
+        assert not (is_cut and item.draft_token_ids), "8: drafts for a chunk"
+        most = item.request.max_total_tokens - item.request.num_tokens - 1
+        assert len(item.draft_token_ids) <= max(0, most), "8: a token nobody will ask for"
         assert not is_cut or plan.num_tokens == config.max_num_batched_tokens, (
             f"8: {item.request} got {item.num_tokens} of {left}, {plan.num_tokens} in all"
         )
@@ -307,11 +312,14 @@ def check_reads(plan, lives, shadow, block_size):
             assert held == own[start:end], f"3/4: {request} reads {held} for {own[start:end]}"
 
 
-def apply_writes(plan, lives, shadow, allocator, block_size):
-    """All of a step's writes; nobody writes where another does, or to what is shared (1, 4)."""
+def apply_writes(plan, names, shadow, allocator, block_size):
+    """All of a step's writes; nobody writes where another does, or to what is shared (1, 4).
+
+    names: by request id, of all tokens known, and of its drafts.
+    """
     written = set()
     for item in plan.scheduled:
-        request, own = item.request, lives[item.request.request_id].names
+        request, own = item.request, names[item.request.request_id]
         start = request.num_computed_tokens
         needed = -(-(start + item.num_tokens) // block_size)
         assert len(request.block_table) == needed, (
@@ -326,6 +334,11 @@ def apply_writes(plan, lives, shadow, allocator, block_size):
             shadow[block][offset] = own[position]
 
 
+def num_known_tokens(plan):
+    """Tokens of a plan that are no drafts: those take what is left."""
+    return plan.num_tokens - sum(len(item.draft_token_ids) for item in plan.scheduled)
+
+
 def check_lookahead(plan, just_admitted):
     """Nobody is admitted only to be preempted in the very next step."""
     at_once = [request for request in plan.preempted if request in just_admitted]
@@ -338,7 +351,7 @@ def check_not_timid(plan, scheduler, allocator, config, order):
         return
     admitted = {id(item.request) for item in plan.scheduled}
     head = next(request for request in order if id(request) not in admitted)
-    budget_left = config.max_num_batched_tokens - plan.num_tokens
+    budget_left = config.max_num_batched_tokens - num_known_tokens(plan)
     if budget_left < (1 if config.enable_chunked_prefill else head.num_tokens):
         return
     everyone = [*scheduler.running, head]
@@ -393,7 +406,12 @@ class Trace:
     """One random trace. `run` raises AssertionError, led by an invariant's number."""
 
     def __init__(
-        self, seed, allocator_class=BlockAllocator, scheduler_class=Scheduler, is_wide=False
+        self,
+        seed,
+        allocator_class=BlockAllocator,
+        scheduler_class=Scheduler,
+        is_wide=False,
+        has_drafts=False,
     ):
         self.rng = rng = Random(seed)
         self.block_size = rng.randint(1, 5)
@@ -415,6 +433,13 @@ class Trace:
             }
             if wide["policy"] == "sjf":  # its order by hits has tests of its own
                 enable_prefix_caching = False
+        if has_drafts:
+            wide |= {
+                "speculative": "ngram",
+                "num_speculative_tokens": rng.randint(1, 6),
+                "prompt_lookup_max": rng.randint(1, 4),
+                "prompt_lookup_min": 1,
+            }
         self.config = EngineConfig(
             **wide,
             block_size=self.block_size,
@@ -444,6 +469,8 @@ class Trace:
         self.seen = {"preempted": 0, "hits": 0, "finished": 0, "aborted": 0, "failed": 0}
         if is_wide:
             self.seen |= {"swapped out": 0, "swapped in": 0, "padding": 0}
+        if has_drafts:
+            self.seen |= {"accepted": 0, "rejected": 0}
 
     # -- what comes from outside
 
@@ -538,7 +565,7 @@ class Trace:
         check_invariant_7(plan, scheduler, self.config)
         check_invariant_8(plan, self.config)
         check_invariant_9(plan, scheduler, self.config, before, order)
-        budget_left = self.config.max_num_batched_tokens - plan.num_tokens
+        budget_left = self.config.max_num_batched_tokens - num_known_tokens(plan)
         if budget_left > 0 or plan.preempted:  # who did not fit now will not join this batch
             self.batch = []
         check_invariant_4(plan, self.lives, allocator, self.block_size)
@@ -567,12 +594,31 @@ class Trace:
         for host_block, block in plan.swap_in:
             self.shadow[block] = list(self.host_shadow[host_block])
         check_reads(plan, self.lives, self.shadow, self.block_size)
-        apply_writes(plan, self.lives, self.shadow, self.allocator, self.block_size)
+        names = {request_id: list(live.names) for request_id, live in self.lives.items()}
+        for item in plan.scheduled:
+            request = item.request
+            tokens = [*request.token_ids, *item.draft_token_ids]
+            self.names.extend(names[request.request_id], request.cache_salt, tokens)
+        apply_writes(plan, names, self.shadow, self.allocator, self.block_size)
         return {
-            item.request.request_id: [sample(item.request.token_ids)]
+            item.request.request_id: self.check_draft(item)
             for item in plan.scheduled
-            if item.request.num_computed_tokens + item.num_tokens == item.request.num_tokens
+            if item.request.num_computed_tokens + item.num_tokens
+            == item.request.num_tokens + len(item.draft_token_ids)
         }
+
+    def check_draft(self, item):
+        """What is sampled behind a row's tokens, while it is what the draft said, and one."""
+        tokens, sampled = list(item.request.token_ids), []
+        for draft in (*item.draft_token_ids, None):
+            sampled.append(sample(tokens))
+            tokens.append(sampled[-1])
+            if sampled[-1] != draft:
+                break
+        if item.draft_token_ids:
+            self.seen["accepted"] += len(sampled) - 1
+            self.seen["rejected"] += len(item.draft_token_ids) - (len(sampled) - 1)
+        return sampled
 
     def update(self, plan, token_ids):
         scheduled = [item.request for item in plan.scheduled]
@@ -623,7 +669,9 @@ class Trace:
         for item in plan.scheduled:
             request = item.request
             if request.status is RequestStatus.RUNNING:
-                expected = computed_before[id(request)] + item.num_tokens
+                num_known = item.num_tokens - len(item.draft_token_ids)
+                num_accepted = max(0, len(token_ids.get(request.request_id, ())) - 1)
+                expected = computed_before[id(request)] + num_known + num_accepted
                 assert request.num_computed_tokens == expected
         self.just_admitted = admitted
         self.steps_left -= 1
@@ -670,6 +718,13 @@ def test_random_traces(start, is_wide):
     seen = run_traces(range(start, start + TRACES_IN_A_TEST), is_wide=is_wide)
     least = TRACES_IN_A_TEST / (20 if is_wide else 5)
     assert all(count > least for count in seen.values()), seen
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["defaults", "everything"])
+def test_random_traces_with_drafts(is_wide):
+    """Speculative decoding: only tokens that were verified count, and are found."""
+    seen = run_traces(range(200), is_wide=is_wide, has_drafts=True)
+    assert all(count > 10 for count in seen.values()), seen
 
 
 # ---- broken on purpose -----------------------------------------------------------------
