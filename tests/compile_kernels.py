@@ -106,9 +106,8 @@ def report(
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name.endswith("_ptr")
-        or name.endswith("q_stride")
-        or name in ("k_stride", "v_stride", "N", "K")
+        if name.endswith(("_ptr", "q_stride"))
+        or (name in ("k_stride", "v_stride", "N", "K") and name not in constants)
     }
     by_position = {(names.index(name),): value for name, value in constants.items()}
     types = signature(function, constants, dtype, cache)
