@@ -21,7 +21,7 @@ from nanobatch.shapes import MODEL_SHAPES
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 STEP = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 2**-4}  # the most that a number is off by
-LENS = [(1, 1), (1, 17), (5, 5), (3, 9), (17, 20)]  # (query tokens, keys)
+LENS = [(1, 1), (1, 3), (1, 4), (1, 17), (5, 5), (3, 9), (17, 20)]  # (query tokens, keys)
 formats = pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
 
 
@@ -184,7 +184,10 @@ def test_slot_minus_one_writes_nothing():
         (1, 64, torch.float32, 1e-5),
         (3, 80, torch.float32, 1e-5),
         (4, 64, torch.float32, 1e-5),
+        (7, 96, torch.float32, 1e-5),
+        (8, 128, torch.float32, 1e-5),
         (3, 80, torch.bfloat16, 2e-2),
+        (4, 64, torch.float16, 4e-3),
     ],
 )
 def test_triton_attends_as_torch_does(group, head_dim, model_dtype, atol, dtype):
