@@ -275,11 +275,7 @@ class LLMEngine:
         self.scheduler.update(plan, result.token_ids, now)
         for request, (num_output, num_accepted) in zip(sampling, before, strict=True):
             self._take_tokens(request, result, num_output, now)
-            metrics = request.metrics
-            self.stats.count_output(
-                metrics.num_output_tokens - num_output,
-                metrics.num_accepted_tokens - num_accepted,
-            )
+            self.stats.count_output(request.metrics, num_output, num_accepted)
         return [self._output(r, result.errors.get(r.request_id)) for r in failed + sampling]
 
     def _take_tokens(

@@ -40,6 +40,7 @@ def grouped_matmul_kernel(
     BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in float32: Triton's interpreter knows no bfloat16 product
 ):
+    """BLOCK_N columns of one tile of rows, times its expert's weights."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:

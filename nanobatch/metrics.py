@@ -189,16 +189,13 @@ class EngineStats:
         self.num_pool_blocks += config.num_blocks
         self.num_draft_tokens += sum(len(row.draft_token_ids) for row in plan.scheduled)
 
-    def count_output(self, num_tokens: int, num_accepted: int) -> None:
-        """Take in what a request got in a step: tokens, and how many of them were drafts."""
+    def count_output(
+        self, metrics: RequestMetrics, num_output_before: int, num_accepted_before: int
+    ) -> None:
+        """Take in what a request got in a step: what its metrics count now, and did before."""
         self.num_samples += 1
-        self.num_output_tokens += num_tokens
-        self.num_accepted_tokens += num_accepted
-
-    def take_in(self, other: EngineStats) -> None:
-        """Add another engine's counts."""
-        for name, count in vars(other).items():
-            setattr(self, name, getattr(self, name) + count)
+        self.num_output_tokens += metrics.num_output_tokens - num_output_before
+        self.num_accepted_tokens += metrics.num_accepted_tokens - num_accepted_before
 
     @property
     def slot_utilization(self) -> float:

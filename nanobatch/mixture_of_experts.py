@@ -40,6 +40,7 @@ class Experts(nn.Module):
         self.down_XEF = nn.Parameter(torch.empty(X, E, size), requires_grad=False)
 
     def forward(self, x_TE: Tensor) -> Tensor:
+        """[T, E]: of each token what its experts give, by their shares."""
         share_TC, expert_TC = self.route(x_TE)
         order_M = expert_TC.flatten().argsort(stable=True)  # M = T * C rows
         counts_X = count_ids(expert_TC.flatten(), len(self.gate_up_XFE))
