@@ -57,7 +57,6 @@ from nanobatch.config import (
     DTYPES,
     POLICIES,
     PREEMPTIONS,
-    QUANTIZATIONS,
     SPECULATIONS,
     EngineConfig,
 )
@@ -229,7 +228,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--speculative", choices=SPECULATIONS[1:], help="measure drafts, with and without")
     add("--num-speculative-tokens", type=int, default=4)
     add("--draft-model", metavar="MODEL", help="of --speculative draft")
-    add("--quantization", choices=QUANTIZATIONS[1:], help="of the layers' weights, on a CPU")
     add("--no-enable-prefix-caching", action="store_true", help="not even where a rung has it")
     add("--tensor-parallel-size", type=int, default=1, help="simulated, or torchrun's")
     add("--num-replicas", type=int, help="engines side by side, simulated: compares routers")
@@ -298,8 +296,6 @@ def _settle(args: argparse.Namespace) -> None:
             f"--tensor-parallel-size is {args.tensor_parallel_size}; only the ladder and "
             "--simulate take more than 1"
         )
-    if args.quantization and (others or args.simulate or args.check is not None):
-        raise ValueError(f"--quantization is {args.quantization}; only the ladder takes it")
     if args.simulate and args.simulate.count("@") != 1:
         raise ValueError(f"--simulate is {args.simulate}; it must be MODEL@GPU")
 
@@ -386,7 +382,6 @@ def engine_config(args, **more) -> EngineConfig:
         max_wait=args.max_wait,
         admission=args.admission,
         preemption=args.preemption,
-        quantization=args.quantization,
         enable_prefix_caching=not args.no_enable_prefix_caching,
         cuda_graphs=not args.enforce_eager,
         **more,

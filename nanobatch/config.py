@@ -29,7 +29,6 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "c")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-QUANTIZATIONS = (None, "int8")
 SCALE_BYTES = 2  # of the scale that a row of 8-bit numbers has (kv_cache.py)
 MAX_FLOAT = sys.float_info.max
 
@@ -135,8 +134,6 @@ class EngineConfig:
             multiplies that in hardware (AVX-512 BF16 or AMX), else float32.
         kv_cache_dtype: "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9 on): keys
             and values in 8 bits, with a scale for each token and KV head; "auto": as dtype.
-        quantization: "int8": the layers' weights in 8 bits, with a scale for each output; on a
-            CPU with AMX, in bfloat16, where steps wait for weights. None: as dtype.
         gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
         tensor_parallel_size: processes that share one model, a GPU or some cores for each; as
             many as torchrun has started (tensor_parallel.py).
@@ -169,7 +166,6 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
-    quantization: str | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     seed: int = 0
@@ -199,7 +195,6 @@ class EngineConfig:
         check_choice("device", self.device, DEVICES)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_float(
             "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )

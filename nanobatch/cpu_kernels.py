@@ -157,27 +157,23 @@ class CpuMatmul(Library):
         return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
 
     def product(
-        self,
-        x_TE: Tensor,
-        packed: Tensor,
-        bias_F: Tensor | None,
-        form: str = "bfloat16",
-        scale_F: Tensor | None = None,
+        self, x_TE: Tensor, packed: Tensor, bias_F: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """x times a weight [F, E] as pack() laid it out, in bfloat16, or in int8 with scales.
+        """[T, F] in bfloat16 or float32: x times a weight [F, E] as pack() laid it out."""
+        form = "float" if dtype == torch.float32 else "bfloat16"
+        return self._product(x_TE, packed, bias_F, form, packed.shape[0] * 32, dtype)
 
-        Args:
-            form: "bfloat16" or "float" for [T, F] of that; "gated" for [T, F / 2]: of each 32
-                columns the SiLU of the first 16 times the others.
-            scale_F: float32, what a column of whole numbers is multiplied by.
-        """
+    def gated_product(self, x_TE: Tensor, packed: Tensor, bias_F: Tensor | None) -> Tensor:
+        """[T, F / 2]: of each 32 columns of the product the SiLU of the first 16 times the
+        others, which no product in memory comes between."""
+        num_columns = packed.shape[0] * 16
+        return self._product(x_TE, packed, bias_F, "gated", num_columns, x_TE.dtype)
+
+    def _product(self, x_TE, packed, bias_F, form, num_columns, dtype) -> Tensor:
         x_TE = x_TE.contiguous()
         (T, E), F = x_TE.shape, packed.shape[0] * 32
-        num_columns = F // 2 if form == "gated" else F
-        dtype = torch.float32 if form == "float" else torch.bfloat16
         out = torch.empty(T, num_columns, dtype=dtype)
-        which = self.FORMS.index(form)
-        self._call("matmul", x_TE, packed, scale_F, bias_F, T, F, E, which, out)
+        self._call("matmul", x_TE, packed, bias_F, T, F, E, self.FORMS.index(form), out)
         return out
 
 
@@ -235,11 +231,6 @@ def products(weight_NK: Tensor) -> CpuMatmul | None:
 def _has_tiles_for(*tensors: Tensor) -> bool:
     is_bfloat16 = tensors[0].dtype == torch.bfloat16
     return is_bfloat16 and elementwise(*tensors) is not None and has_amx()
-
-
-def has_tiles() -> bool:
-    """Whether there are products on tiles here."""
-    return has_amx() and _tiled(CpuMatmul, "cpu_matmul.c") is not None
 
 
 def has_amx() -> bool:

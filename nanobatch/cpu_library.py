@@ -56,7 +56,7 @@ SIGNATURES = {
     "S:i K:i scale:f out:E",
     "paged_prefill": "q:E k_cache:E v_cache:E block_tables:I B:i pieces:I I:i K:i window:i "
     "scale:f out:E",
-    "matmul": "x:E packed:V scale:F bias:E M:i N:i K:i form:i out:V",
+    "matmul": "x:E packed:E bias:E M:i N:i K:i form:i out:V",
 }
 NUMBERS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
 FORMATS = {"F": torch.float32, "I": torch.int32, "L": torch.int64}

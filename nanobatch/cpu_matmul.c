@@ -14,7 +14,6 @@
    Of more rows each core has some, the same in every product and norm: they stay in its cache. */
 
 #include <omp.h>
-#include <stdlib.h>
 
 #include "cpu_tiles.h"
 
@@ -25,7 +24,7 @@ typedef float block[2][2][SIDE][SIDE]; /* upper and lower rows, left and right c
 /* The sums of a panel's 32 columns for up to 32 rows, while `lines` of 64 bytes a step are on
    their way from `ahead`. */
 static inline void multiply(const elem *x, const elem *panel, int K, int lower,
-                            const char *ahead, int lines, block sums) {
+                            const elem *ahead, int lines, block sums) {
     _tile_zero(0);
     _tile_zero(1);
     if (lower) {
@@ -33,7 +32,8 @@ static inline void multiply(const elem *x, const elem *panel, int K, int lower,
         _tile_zero(3);
     }
     for (int k = 0; k < K; k += STEP, panel += 2 * TILE) {
-        for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int i = 0; i < lines; i++, ahead += 64 / sizeof(elem))
+            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
         _tile_loadd(4, x + k, K * sizeof(elem));
         _tile_loadd(6, panel, 64);
         _tile_loadd(7, panel + TILE, 64);
@@ -53,39 +53,21 @@ static inline void multiply(const elem *x, const elem *panel, int K, int lower,
     }
 }
 
-/* Whole numbers of 8 bits as bfloat16, which holds them exactly. */
-static void widen_panels(const int8_t *packed, int64_t num, elem *out) {
-    for (int64_t i = 0; i < num; i += 32) {
-        __m256i bytes = _mm256_loadu_si256((const __m256i *)(packed + i));
-        __m512i left = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes));
-        __m512i right = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1));
-        store_pair(out + i, _mm512_cvtepi32_ps(left), _mm512_cvtepi32_ps(right));
-    }
-}
-
 /* What becomes of the sums. */
 enum { BFLOAT16, FLOAT, GATED };
 
-/* A block, scaled and with bias, to its place in out, where `stride` elements lie between
-   rows. */
-static inline void write_out(block sums, int rows, const float *scale, const elem *bias,
-                             int form, void *out, int64_t stride) {
+/* A block, with bias, to its place in out, where `stride` elements lie between rows. */
+static inline void write_out(block sums, int rows, const elem *bias, int form, void *out,
+                             int64_t stride) {
     __m512 left_bias = _mm512_setzero_ps(), right_bias = left_bias;
-    __m512 left_scale = _mm512_set1_ps(1), right_scale = left_scale;
-    if (scale) {
-        left_scale = _mm512_loadu_ps(scale);
-        right_scale = _mm512_loadu_ps(scale + SIDE);
-    }
     if (bias) {
         __m512i both = _mm512_loadu_si512(bias);
         left_bias = widen(_mm512_castsi512_si256(both));
         right_bias = widen(_mm512_extracti64x4_epi64(both, 1));
     }
     for (int row = 0; row < rows; row++) {
-        __m512 left = _mm512_load_ps(sums[row / SIDE][0][row % SIDE]);
-        left = left * left_scale + left_bias;
-        __m512 right = _mm512_load_ps(sums[row / SIDE][1][row % SIDE]);
-        right = right * right_scale + right_bias;
+        __m512 left = _mm512_load_ps(sums[row / SIDE][0][row % SIDE]) + left_bias;
+        __m512 right = _mm512_load_ps(sums[row / SIDE][1][row % SIDE]) + right_bias;
         elem *to = (elem *)out + row * stride * (form == FLOAT ? 2 : 1);
         if (form == FLOAT) {
             _mm512_storeu_ps(to, left);
@@ -98,14 +80,12 @@ static inline void write_out(block sums, int rows, const float *scale, const ele
 }
 
 /* out [M, N] of float or bfloat16, or GATED, bfloat16 [M, N / 2]: of each 32 columns the SiLU
-   of the first 16 times the others. N and K are multiples of 32; bias_N may be NULL. With
-   scale_N the weights are int8, and times the scale of their column what they stand for. */
-void matmul(const elem *x_MK, const void *packed, const float *scale_N, const elem *bias_N,
-            int M, int N, int K, int form, void *out_MN, int num_threads) {
+   of the first 16 times the others. N and K are multiples of 32; bias_N may be NULL. */
+void matmul(const elem *x_MK, const elem *packed, const elem *bias_N, int M, int N, int K,
+            int form, void *out_MN, int num_threads) {
     int panel_bytes = 32 * K * sizeof(elem), many = GROUP < panel_bytes ? 1 : GROUP / panel_bytes;
     int group = 32 * (M <= FEW ? 1 : many), by_rows = M > MANY;
-    int size = scale_N ? 1 : sizeof(elem), passes = (M + 31) / 32;
-    int lines = M <= FEW ? (16 * size + passes - 1) / passes : 0;
+    int passes = (M + 31) / 32, lines = M <= FEW ? (32 + passes - 1) / passes : 0;
     int64_t stride = form == GATED ? N / 2 : N, panel_out = (form == GATED ? 16 : 32);
     panel_out *= form == FLOAT ? sizeof(float) : sizeof(elem);
 #pragma omp parallel num_threads(num_threads)
@@ -116,30 +96,20 @@ void matmul(const elem *x_MK, const void *packed, const float *scale_N, const el
         int from = shares * me / all * 32, to = shares * (me + 1) / all * 32;
         int m_start = by_rows ? from : 0, m_end = by_rows && to < M ? to : M;
         int n_start = by_rows ? 0 : from, n_end = by_rows ? N : to;
-        elem *wide = scale_N ? aligned_alloc(64, (size_t)group * K * sizeof(elem)) : NULL;
-        for (int first = n_start; first < n_end; first += group) {
-            int last = first + group < n_end ? first + group : n_end;
-            const elem *panels = (const elem *)packed + (int64_t)first * K;
-            if (scale_N) {
-                widen_panels((const int8_t *)packed + (int64_t)first * K,
-                             (int64_t)(last - first) * K, wide);
-                panels = wide;
-            }
+        for (int first = n_start; first < n_end; first += group)
             for (int m = m_start; m < m_end; m += 2 * SIDE) {
                 int rows = m_end - m < 2 * SIDE ? m_end - m : 2 * SIDE;
                 int upper = rows < SIDE ? rows : SIDE, lower = rows - upper;
                 if (rows != configured) configure(upper, lower), configured = rows;
-                for (int n = first; n < last; n += 32) {
-                    const char *next = (const char *)packed + ((int64_t)n + 32) * K * size;
-                    multiply(x_MK + (int64_t)m * K, panels + (int64_t)(n - first) * K, K, lower,
-                             next + m / 32 * lines * 2 * K, lines, sums);
+                for (int n = first; n < first + group && n < n_end; n += 32) {
+                    const elem *panel = packed + (int64_t)n * K;
+                    const elem *ahead = panel + 32 * K + m / 32 * lines * K;
+                    multiply(x_MK + (int64_t)m * K, panel, K, lower, ahead, lines, sums);
                     int64_t at = ((int64_t)m * (N / 32) + n / 32) * panel_out;
-                    write_out(sums, rows, scale_N ? scale_N + n : NULL,
-                              bias_N ? bias_N + n : NULL, form, (char *)out_MN + at, stride);
+                    write_out(sums, rows, bias_N ? bias_N + n : NULL, form,
+                              (char *)out_MN + at, stride);
                 }
             }
-        }
-        free(wide);
         _tile_release();
     }
 }

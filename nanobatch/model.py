@@ -78,39 +78,30 @@ class Linear(nn.Linear):
 
     packed: Tensor | None = None
     packed_bias: Tensor | None = None
-    scale_F: Tensor | None = None
 
     def reset_parameters(self) -> None:
         """Nothing: the numbers come from a checkpoint."""
 
-    def pack(self, keep: bool = False, quantize: bool = False) -> None:
+    def pack(self, keep: bool = False) -> None:
         """Lay the weights out, if this CPU has tiles. `weight` keeps its shape, and its numbers
-        if it is to keep them.
-
-        quantize: to int8, with a scale for each of the F outputs: half the memory to read.
-        """
+        if it is to keep them."""
         kernels = cpu_kernels.products(self.weight)
-        if self.packed is not None or kernels is None:
-            return
-        weight_FE = self._ordered(self.weight.data)
-        if quantize:
-            wide_FE = weight_FE.float()
-            self.scale_F = wide_FE.abs().amax(dim=1).clamp(min=1e-30) / 127
-            weight_FE = (wide_FE / self.scale_F.unsqueeze(1)).round().to(torch.int8)
-        self.packed, self._kernels = kernels.pack(weight_FE), kernels
-        self.packed_bias = None if self.bias is None else self._ordered(self.bias.data)
-        if not keep:
-            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+        if self.packed is None and kernels is not None:
+            self.packed, self._kernels = kernels.pack(self._ordered(self.weight)), kernels
+            self.packed_bias = None if self.bias is None else self._ordered(self.bias.data)
+            if not keep:
+                self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
 
     def _ordered(self, rows: Tensor) -> Tensor:
         """The weight's rows, or the bias, in the order of the packed columns."""
         return rows
 
-    def forward(self, x_TE: Tensor, form: str = "bfloat16") -> Tensor:
-        """[T, F] in the number format of x; of packed weights in that of form."""
+    def forward(self, x_TE: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, F] in dtype; by default that of x."""
+        dtype = x_TE.dtype if dtype is None else dtype
         if self.packed is None:
-            return super().forward(x_TE)
-        return self._kernels.product(x_TE, self.packed, self.packed_bias, form, self.scale_F)
+            return super().forward(x_TE).to(dtype)
+        return self._kernels.product(x_TE, self.packed, self.packed_bias, dtype)
 
 
 class GateUp(Linear):
@@ -123,7 +114,7 @@ class GateUp(Linear):
     def forward(self, x_TE: Tensor) -> Tensor:
         if self.packed is None:
             return silu_mul(super().forward(x_TE))
-        return super().forward(x_TE, "gated")
+        return self._kernels.gated_product(x_TE, self.packed, self.packed_bias)
 
 
 class SummedLinear(Linear):
@@ -235,17 +226,13 @@ class Decoder(nn.Module):
         local = None if config.local_rope_theta is None else local_rope_frequencies(config)
         self.register_buffer("local_inv_freq_R", local, persistent=False)
 
-    def pack(self, quantize: bool = False) -> None:
+    def pack(self) -> None:
         """Lay the weights out for this CPU, if it has tiles. Those of lm_head stay as they are
-        too, if the embedding is tied to them.
-
-        quantize: those of the layers to int8.
-        """
-        for layer in self.layers:
-            for module in layer.modules():
-                if isinstance(module, Linear):
-                    module.pack(quantize=quantize)
-        self.lm_head.pack(keep=self.config.tie_word_embeddings)
+        too, if the embedding is tied to them."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                is_tied = self.config.tie_word_embeddings and module is self.lm_head
+                module.pack(keep=is_tied)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of packed tokens, after the final norm."""
@@ -287,7 +274,7 @@ class Decoder(nn.Module):
         each other. Where sums come rounded, those that matter most are computed anew.
         """
         if self.lm_head.packed is not None:  # sums as they are
-            return self.lm_head(hidden_SE, "float")
+            return self.lm_head(hidden_SE, torch.float32)
         rounded_SV = self.lm_head(hidden_SE)
         logits_SV = rounded_SV.float()
         if hidden_SE.dtype != torch.float32:

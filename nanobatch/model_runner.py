@@ -28,7 +28,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanobatch import cpu_kernels
 from nanobatch.attention import PagedAttend, choose_backend
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.config import EngineConfig, cdiv, row_bytes
@@ -69,9 +68,9 @@ class ModelRunner:
     Its clock is what an engine around it goes by: one for all ranks, if there are several.
 
     Raises:
-        ValueError: max_model_len exceeds what the model was made for; the attention backend or
-            a number format of cache or weights cannot be had; the memory does not suffice; the
-            draft model does not fit; the model was loaded for another tensor_parallel_size.
+        ValueError: max_model_len exceeds what the model was made for, the attention backend
+            or the cache's number format cannot be had, the memory does not suffice, the draft
+            model does not fit, or the model was loaded for another tensor_parallel_size.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, draft: Decoder | None = None):
@@ -89,7 +88,9 @@ class ModelRunner:
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
         how = (config.kv_cache_dtype, self.dtype, self.device)
         self.cache_dtype = resolve_cache_dtype(*how)
-        self._lay_out_weights(config.quantization)
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            for decoder in self._decoders():
+                decoder.pack()
         self.backend = choose_backend(config.attention_backend, self.on_cuda, config.block_size)
         # torch's paged attention looks at lengths, which a captured step may not.
         self.has_graphs = config.cuda_graphs and self.on_cuda and self.backend == "triton"
@@ -101,16 +102,6 @@ class ModelRunner:
         self.graphs = self._capture() if self.has_graphs else None
 
     # ------------------------------------------------------------------ what is settled once
-
-    def _lay_out_weights(self, quantization: str | None) -> None:
-        on_cpu = self.device.type == "cpu" and self.dtype == torch.bfloat16
-        if quantization is not None and not (on_cpu and cpu_kernels.has_tiles()):
-            raise ValueError(
-                f"quantization is {quantization!r}; it needs a CPU with AMX, a C compiler and "
-                f"dtype 'bfloat16': this is {self.device.type} in {self.dtype}"
-            )
-        for decoder in self._decoders() if on_cpu else ():
-            decoder.pack(quantize=quantization is not None)
 
     def _settle(self, config: EngineConfig) -> EngineConfig:
         config = settle_max_model_len(config, self.model.config)

@@ -108,7 +108,6 @@ MUTATIONS = {
     "c-last-of-equals": Mutation("cpu_kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/test_cpu_kernels.py"),
     "tiles-lower-rows": Mutation("cpu_matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/test_cpu_tiles.py"),
     "gate-and-up-not-in-turns": Mutation("model.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/test_cpu_tiles.py"),
-    "int8-without-its-scale": Mutation("cpu_matmul.c", "left = left * left_scale + left_bias;", "left = left + left_bias;", "tests/test_cpu_tiles.py"),
     "prefill-sees-the-future": Mutation("cpu_prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/test_cpu_tiles.py"),
     "prefill-no-shrink": Mutation("cpu_prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/test_cpu_tiles.py"),
     "prefill-reads-the-tail": Mutation("cpu_prefill.c", "is_real = position < end;", "is_real = 1;", "tests/test_cpu_tiles.py"),

@@ -857,7 +857,6 @@ BAD_ENGINE_CONFIG = {
     "device": [*NOT_NAMES, None],
     "dtype": [*NOT_NAMES, None],
     "kv_cache_dtype": [*NOT_NAMES, None],
-    "quantization": NOT_NAMES,
     "gpu_memory_utilization": [*NOT_FLOATS, None, 0, 0.0, -0.1, 1.1],
     "tensor_parallel_size": [*NOT_INTS, None, 0, -1],
     "seed": [*NOT_INTS, None],

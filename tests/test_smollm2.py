@@ -26,7 +26,7 @@ from random import Random
 import pytest
 import torch
 
-from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams, cpu_kernels
+from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import Row, pack
 from nanobatch.config import cdiv
 from nanobatch.model_runner import ModelRunner, bytes_per_block
@@ -167,16 +167,6 @@ def test_a_cache_in_8_bits_costs_little(smollm2, dtype, fp8_limit):
         found = perplexity(llm, name)
         print(f"{dtype} {name}: perplexity {found:.3f}, unquantized {wanted:.3f}")
         assert 0 < abs(found / wanted - 1) < limit
-
-
-@pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs AMX and a C compiler")
-def test_weights_in_8_bits_cost_little():
-    plain, small = (
-        perplexity(LLM("smollm2", dtype="bfloat16", num_blocks=1, quantization=q), "auto")
-        for q in (None, "int8")
-    )
-    print(f"weights in int8: perplexity {small:.3f}, in bfloat16 {plain:.3f}")
-    assert 0 < abs(small / plain - 1) < 0.02
 
 
 def test_text_goes_there_and_back(smollm2):
