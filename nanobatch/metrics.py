@@ -197,6 +197,11 @@ class EngineStats:
         self.num_output_tokens += metrics.num_output_tokens - num_output_before
         self.num_accepted_tokens += metrics.num_accepted_tokens - num_accepted_before
 
+    def take_in(self, other: EngineStats) -> None:
+        """Add another engine's counts."""
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
     @property
     def slot_utilization(self) -> float:
         """Share of the batch's slots that did useful work, over all steps."""
