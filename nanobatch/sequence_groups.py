@@ -53,7 +53,7 @@ def pieces(batch: Batch, max_len: int) -> tuple[Tensor, Tensor]:
             for first in range(start, end, max_len):
                 found.append((row, first, min(max_len, end - first), seq_len - end + first))
     found.sort(key=lambda piece: piece[3], reverse=True)
-    return batch.block_tables_SB, torch.tensor(found, dtype=torch.int32).view(-1, 4)
+    return batch.block_tables_SB.int(), torch.tensor(found, dtype=torch.int32).view(-1, 4)
 
 
 @dataclass

@@ -175,6 +175,21 @@ def test_nan_in_a_request_stays_in_it():
     assert torch.equal(ours[:5], fine[:5]) and torch.equal(ours[6:18], fine[6:18])
 
 
+def test_block_tables_of_64_bits_are_read_as_they_are():
+    torch.manual_seed(0)
+    rows = [Row([0] * 20, 4, [1, 0])]
+    caches, q = cached(rows, [24], 1, 16, 64), torch.randn(20, 2, 64).bfloat16()
+    batch, other = pack(rows, 16), pack(rows, 16)
+    other.block_tables_SB, other.seq_lens_S = (
+        batch.block_tables_SB.long(),
+        batch.seq_lens_S.long(),
+    )
+    found, wanted = (
+        paged_attention(q, *caches, b, scale=0.125, backend="c") for b in (other, batch)
+    )
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("D, G", [(80, 1), (288, 1), (64, 257)])
 def test_shapes_without_a_kernel_are_torch_s(D, G):
     caches = [torch.randn(2, 1, 4, D).bfloat16() for _ in range(2)]
