@@ -38,7 +38,7 @@ from torch import Tensor
 from nanobatch.cpu_library import ELEMENTS, Library, build
 from nanobatch.device import cpu_has
 
-MAX_PREFILL_ROWS = 256  # ROWS of cpu_prefill.c
+MAX_PREFILL_ROWS = 256  # queries times heads of a piece
 MAX_NUMBERS = 2**14  # that attention keeps on the stack, G * (2 D + P)
 
 
@@ -157,22 +157,23 @@ class CpuMatmul(Library):
         return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
 
     def product(
-        self, x_TE: Tensor, packed: Tensor, bias_F: Tensor | None, dtype: torch.dtype
+        self,
+        x_TE: Tensor,
+        packed: Tensor,
+        bias_F: Tensor | None,
+        dtype: torch.dtype,
+        is_gated: bool = False,
     ) -> Tensor:
-        """[T, F] in bfloat16 or float32: x times a weight [F, E] as pack() laid it out."""
-        form = "float" if dtype == torch.float32 else "bfloat16"
-        return self._product(x_TE, packed, bias_F, form, packed.shape[0] * 32, dtype)
+        """[T, F] in bfloat16 or float32: x times a weight [F, E] as pack() laid it out.
 
-    def gated_product(self, x_TE: Tensor, packed: Tensor, bias_F: Tensor | None) -> Tensor:
-        """[T, F / 2]: of each 32 columns of the product the SiLU of the first 16 times the
-        others, which no product in memory comes between."""
-        num_columns = packed.shape[0] * 16
-        return self._product(x_TE, packed, bias_F, "gated", num_columns, x_TE.dtype)
-
-    def _product(self, x_TE, packed, bias_F, form, num_columns, dtype) -> Tensor:
+        Args:
+            is_gated: [T, F / 2] in bfloat16 instead: of each 32 columns the SiLU of the first
+                16 times the others. Memory never sees the product.
+        """
         x_TE = x_TE.contiguous()
         (T, E), F = x_TE.shape, packed.shape[0] * 32
-        out = torch.empty(T, num_columns, dtype=dtype)
+        form = "gated" if is_gated else "float" if dtype == torch.float32 else "bfloat16"
+        out = torch.empty(T, F // 2 if is_gated else F, dtype=dtype)
         self._call("matmul", x_TE, packed, bias_F, T, F, E, self.FORMS.index(form), out)
         return out
 
@@ -217,7 +218,8 @@ def paged_prefill(
     has_shape = G <= MAX_PREFILL_ROWS and steps_left_over == 0 and D <= 256
     if not has_shape or not _has_tiles_for(q_THD, k_cache_NKPD, v_cache_NKPD):
         return None
-    return _tiled(CpuPrefill, "cpu_prefill.c", HEAD_DIM=D, GROUP=G, BLOCK=P)
+    sizes = {"HEAD_DIM": D, "GROUP": G, "BLOCK": P, "MAX_ROWS": MAX_PREFILL_ROWS}
+    return _tiled(CpuPrefill, "cpu_prefill.c", **sizes)
 
 
 def products(weight_NK: Tensor) -> CpuMatmul | None:

@@ -1,6 +1,6 @@
 /* Attention of prompts over the paged cache, in bfloat16 on AMX tiles (flash attention).
 
-   Compiled for one HEAD_DIM, GROUP of query heads a KV head, and BLOCK of slots.
+   Compiled for one HEAD_DIM, GROUP of query heads a KV head, BLOCK of slots, and MAX_ROWS.
 
    A piece of work is a KV head and some neighbouring queries of one sequence, ROWS at most: the
    G heads of the first token, then those of the next. The keys and values that they see are
@@ -17,7 +17,7 @@
 
 #include "cpu_tiles.h"
 
-enum { D = HEAD_DIM, G = GROUP, P = BLOCK, ROWS = 256, KEYS = 256 };
+enum { D = HEAD_DIM, G = GROUP, P = BLOCK, ROWS = MAX_ROWS, KEYS = 256 };
 
 typedef struct {
     float max[ROWS], sum[ROWS], out[ROWS][D], scores[SIDE][KEYS];

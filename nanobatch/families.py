@@ -64,11 +64,13 @@ def family_fields(raw: Mapping, architecture: str, rope: Mapping) -> dict:
     wanted = "gelu_pytorch_tanh" if gelu else "silu"
     check_choice(key, wanted if raw.get(key) is None else raw[key], (wanted,))
     fields = {"activation": ACTIVATIONS[wanted]}
-    if architecture in (QWEN3, QWEN3_MOE):
-        fields["qk_norm"] = "each_head"
     if architecture in _FIELDS_OF:
         fields |= _FIELDS_OF[architecture](raw, rope)
     return fields
+
+
+def _qwen3(raw: Mapping, rope: Mapping) -> dict:
+    return {"qk_norm": "each_head"}
 
 
 def _olmo2(raw: Mapping, rope: Mapping) -> dict:
@@ -133,7 +135,7 @@ def _qwen3_moe(raw: Mapping, rope: Mapping) -> dict:
         check_int("mlp_only_layers", layer, 0)
     not_sparse = {i for i in range(num_layers) if (i + 1) % step != 0}
     name = "num_local_experts" if raw.get("num_experts") is None else "num_experts"
-    return {
+    return _qwen3(raw, rope) | {
         "num_experts": count(raw, name, 128),
         "num_experts_per_tok": count(raw, "num_experts_per_tok", 8),
         "moe_intermediate_size": count(raw, "moe_intermediate_size", 768),
@@ -143,6 +145,7 @@ def _qwen3_moe(raw: Mapping, rope: Mapping) -> dict:
 
 
 _FIELDS_OF = {
+    QWEN3: _qwen3,
     OLMO2: _olmo2,
     GRANITE: _granite,
     GEMMA2: _gemma2,

@@ -114,7 +114,9 @@ class GateUp(Linear):
     def forward(self, x_TE: Tensor) -> Tensor:
         if self.packed is None:
             return silu_mul(super().forward(x_TE))
-        return self._kernels.gated_product(x_TE, self.packed, self.packed_bias)
+        return self._kernels.product(
+            x_TE, self.packed, self.packed_bias, x_TE.dtype, is_gated=True
+        )
 
 
 class SummedLinear(Linear):

@@ -124,18 +124,14 @@ def _add_attention(table: dict, config: ModelConfig, layer: int) -> None:
     _add_linear(table, f"{ours}.qkv", qkv, E, config.qkv_bias, rows=_rope_order(config))
     out, scale = {f"{theirs}.self_attn.o_proj": E}, config.residual_multiplier
     _add_linear(table, f"{ours}.o", out, H * D, config.o_bias, scale)
-    before, after = config.pre_norm, config.post_norm
-    norms = {
-        "input_norm": "input_layernorm" if before else None,
-        "attention_post_norm": "post_attention_layernorm" if after else None,
-        "mlp_norm": "pre_feedforward_layernorm" if before and after else None,
-        "mlp_post_norm": "post_feedforward_layernorm" if after else None,
-    }
-    if not after:
-        norms["mlp_norm"] = "post_attention_layernorm"
-    for name, theirs_name in norms.items():
-        if theirs_name is not None:
-            _add_norm(table, config, f"{ours}.{name}", f"{theirs}.{theirs_name}", E)
+    norms = {}
+    if config.pre_norm:
+        mlp_norm = "pre_feedforward" if config.post_norm else "post_attention"
+        norms |= {"input_norm": "input", "mlp_norm": mlp_norm}
+    if config.post_norm:
+        norms |= {"attention_post_norm": "post_attention", "mlp_post_norm": "post_feedforward"}
+    for name, place in norms.items():
+        _add_norm(table, config, f"{ours}.{name}", f"{theirs}.{place}_layernorm", E)
     if config.qk_norm is not None:
         is_each = config.qk_norm == "each_head"
         for name, num_heads in (("q_norm", H), ("k_norm", K)):
