@@ -17,7 +17,8 @@ lies behind it was computed for nothing. A request so gets at least its one toke
 Drafts come from the request itself (prompt lookup: what followed the last time?) or from a
 small model with the same vocabulary (draft_model.py).
 
-Always holds: a draft decides how many tokens a step yields, and never which.
+Always holds: a draft decides how many tokens a step yields. Greedy ones are the same without
+it, and so are all with prompt lookup; with a draft model samples have the same distribution.
 
 Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023); prompt lookup
 decoding (Saxena, 2023), vLLM's n-gram proposer.
