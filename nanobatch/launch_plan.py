@@ -34,6 +34,7 @@ class LaunchPlan:
     grid: tuple[int, int, int]  # query blocks, KV heads, splits
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread; None: the compiler's choice
 
 
 def launch_plan(
@@ -52,9 +53,11 @@ def launch_plan(
     Rows: as many as the longest query fills, from 16 (tl.dot's least) to 128; 64 for large
     heads, 16 in float32, which has no matrix units and would run out of registers (read from
     the machine code: tests/test_compiled_kernels.py). Keys: tiles of 64, fewer for large
-    heads. Caches in 8 bits take registers for their conversion: half the rows, and half the
-    keys where products are large. Splits: only when all decode, and then enough for two
-    programs a multiprocessor, a power of two, at most MAX_SPLITS.
+    heads. Warps: 8 where a product's result would fill the registers of 4. Caches in 8 bits
+    take registers for their conversion: at most 64 rows, half the keys, and all the registers
+    there are, since the compiler would rather spill a few to fit one more program. Splits:
+    only when all decode, and then enough for two programs a multiprocessor, a power of two,
+    at most MAX_SPLITS.
 
     Args:
         num_tokens, num_seqs, max_query_len: T, S, and the most query tokens of a sequence.
@@ -65,17 +68,15 @@ def launch_plan(
     """
     group = num_heads // num_kv_heads
     is_large, is_float32 = head_dim > 128, itemsize == 4
-    most_rows = 16 if is_float32 else 64 if is_large else 128
+    most_rows = 16 if is_float32 else 64 if is_large or is_quantized else 128
     tile = 64 if not is_large else 16 if is_float32 else 32
-    if is_quantized:
-        most_rows = max(16, most_rows // 2)
     rows = min(max_query_len * group, most_rows)
     block_m = max(16, next_power_of_two(group), next_power_of_two(rows))
     block_q = block_m // group
-    num_warps = 8 if block_m >= 128 else 4
+    num_warps = 8 if block_m >= (128 if head_dim <= 64 else 64) else 4
     if is_quantized and is_float32:
         tile, num_warps = 16, 8
-    elif is_quantized and (is_large or block_m > 16):
+    elif is_quantized:
         tile //= 2
     num_splits = 1
     if max_query_len == 1:
@@ -89,6 +90,7 @@ def launch_plan(
         grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
         num_warps=num_warps,
         num_stages=2,
+        max_registers=255 if is_quantized else None,
     )
 
 

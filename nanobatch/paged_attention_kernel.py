@@ -72,19 +72,34 @@ def _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def _online_softmax(score_ML, v_LD, v_scale_L, max_M, sum_M, acc_MD, QUANTIZED: tl.constexpr):
-    """Take one tile of scores into each row's running maximum, sum and weighted values."""
+def _online_softmax(score_ML, max_M, sum_M):
+    """Take one tile of scores into each row's running maximum and sum.
+
+    Returns (weights of the tile's values, factor for what came before, maximum, sum).
+    """
     new_max_M = tl.maximum(max_M, tl.max(score_ML, 1))
     # A row that has seen nothing yet: -inf - -inf would be NaN.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     rescale_M = tl.exp2(max_M - base_M)  # what came before was relative to the old maximum
     p_ML = tl.exp2(score_ML - base_M[:, None])
     sum_M = sum_M * rescale_M + tl.sum(p_ML, 1)
-    acc_MD = acc_MD * rescale_M[:, None]
-    if QUANTIZED:
-        p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values
-    acc_MD = tl.dot(p_ML.to(v_LD.dtype), v_LD, acc_MD, input_precision="ieee")
-    return new_max_M, sum_M, acc_MD
+    return p_ML, rescale_M, new_max_M, sum_M
+
+
+@triton.jit
+def _add_values(p_ML, v_LX, rescale_M, acc_MX):
+    """The weighted values of one more tile."""
+    acc_MX *= rescale_M[:, None]
+    return tl.dot(p_ML.to(v_LX.dtype), v_LX, acc_MX, input_precision="ieee")
+
+
+@triton.jit
+def _two_of(pair_LX, kind: tl.constexpr, dtype: tl.constexpr):
+    """Two numbers of 8 bits from each int16: that of the even address, and the next one."""
+    even_LX, odd_LX = pair_LX.to(tl.int8), (pair_LX >> 8).to(tl.int8)
+    if kind != tl.int8:
+        even_LX, odd_LX = even_LX.to(kind, bitcast=True), odd_LX.to(kind, bitcast=True)
+    return even_LX.to(dtype), odd_LX.to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -159,7 +174,13 @@ def paged_attention_kernel(
 
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if QUANTIZED:  # even and odd columns apart, as they come out of pairs
+        x_X = tl.arange(0, D_PAD // 2)
+        even_MX = tl.zeros([BLOCK_M, D_PAD // 2], tl.float32)
+        odd_MX = tl.zeros([BLOCK_M, D_PAD // 2], tl.float32)
+        pairs_ptr = v_cache_ptr.to(tl.pointer_type(tl.int16))
+    else:
+        acc_MD = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     for tile in range(first_tile, end_tile):
         pos_L = tile * TILE + tl.arange(0, TILE)
         is_key_L = pos_L < seq_len
@@ -168,17 +189,21 @@ def paged_attention_kernel(
         )
         # 64 bits before multiplying: a cache of more than 2**31 elements is ordinary.
         slot_L = (block_L.to(tl.int64) * K + kv_head) * P + pos_L % P
-        v_scale_L = None
         if QUANTIZED:
             # They multiply what the products give, where a key has one number a row, not D.
             k_scale_L = tl.load(k_scale_ptr + slot_L, mask=is_key_L, other=0.0).to(tl.float32)
             v_scale_L = tl.load(v_scale_ptr + slot_L, mask=is_key_L, other=0.0).to(tl.float32)
         where_LD = slot_L[:, None] * D + d_D[None, :]
         is_here_LD = is_key_L[:, None] & is_d_D[None, :]
-        k_LD = tl.load(k_cache_ptr + where_LD, mask=is_here_LD, other=0.0)
+        k_LD = tl.load(k_cache_ptr + where_LD, mask=is_here_LD, other=0.0).to(q_MD.dtype)
         # Zeroed and not only masked: an unused slot may hold NaN, and 0 * NaN is NaN.
-        v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0)
-        k_LD, v_LD = k_LD.to(q_MD.dtype), v_LD.to(q_MD.dtype)
+        if QUANTIZED:
+            # In twos: as the right factor of a product, bytes would be copied 8 at a time.
+            where_LX = slot_L[:, None] * (D // 2) + x_X[None, :]
+            is_here_LX = is_key_L[:, None] & (x_X < D // 2)[None, :]
+            pair_LX = tl.load(pairs_ptr + where_LX, mask=is_here_LX, other=0)
+        else:
+            v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0).to(q_MD.dtype)
 
         score_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee") * scale_log2
         if QUANTIZED:
@@ -192,10 +217,17 @@ def paged_attention_kernel(
             sees_ML &= pos_L[None, :] > pos_M[:, None] - WINDOW
         score_ML = tl.where(sees_ML, score_ML, float("-inf"))
 
-        max_M, sum_M, acc_MD = _online_softmax(
-            score_ML, v_LD, v_scale_L, max_M, sum_M, acc_MD, QUANTIZED
-        )
+        p_ML, rescale_M, max_M, sum_M = _online_softmax(score_ML, max_M, sum_M)
+        if QUANTIZED:
+            p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values
+            even_LX, odd_LX = _two_of(pair_LX, v_cache_ptr.dtype.element_ty, q_MD.dtype)
+            even_MX = _add_values(p_ML, even_LX, rescale_M, even_MX)
+            odd_MX = _add_values(p_ML, odd_LX, rescale_M, odd_MX)
+        else:
+            acc_MD = _add_values(p_ML, v_LD, rescale_M, acc_MD)
 
+    if QUANTIZED:
+        acc_MD = tl.interleave(even_MX, odd_MX)
     row_of_out_M = token_M * (K * G) + head_M
     is_out_MD = is_row_M[:, None] & is_d_D[None, :]
     if NUM_SPLITS == 1:
@@ -259,11 +291,17 @@ def triton_paged_attention(
 
     Args:
         plan: how to cut the work up; by default launch_plan's choice.
+
+    Raises:
+        ValueError: a cache in 8 bits with an odd head dimension.
     """
     T, H, D = q_THD.shape
     _, K, P, _ = k_cache_NKPD.shape
     S = len(batch.seq_lens_S)
     is_quantized = k_scale_NKP is not None
+    is_odd = D % 2 == 1
+    if is_quantized and is_odd:
+        raise ValueError(f"head_dim is {D}; Triton's caches in 8 bits need an even one")
     if plan is None:
         num_sms = 1
         if q_THD.is_cuda:
@@ -289,7 +327,7 @@ def triton_paged_attention(
         BLOCK_M=plan.block_m, BLOCK_Q=plan.block_q, TILE=plan.tile,
         WINDOW=sliding_window or 0, HAS_SOFTCAP=softcap is not None, QUANTIZED=is_quantized,
         NUM_SPLITS=plan.num_splits, WIDEN=triton.knobs.runtime.interpret,
-        num_warps=plan.num_warps, num_stages=plan.num_stages,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, maxnreg=plan.max_registers,
     )  # fmt: skip
     if plan.num_splits > 1:
         reduce_splits_kernel[(T * H,)](

@@ -43,25 +43,33 @@ CACHE_POINTERS = {"k_cache_ptr", "v_cache_ptr"}
 SCALE_POINTERS = {"k_scale_ptr", "v_scale_ptr"}
 FLOAT_POINTERS = {"acc_ptr", "max_ptr", "sum_ptr", "cos_ptr", "sin_ptr", "residual_ptr"}
 FLOATS = {"scale_log2", "softcap", "eps"}
-# (name, H, K, D): Llama-2-7B, Llama-3-8B, SmolLM2, and shapes that are no powers of two
+# (name, H, K, D): Llama-2-7B, Llama-3-8B, SmolLM2, and shapes that are no powers of two;
+# large heads, and the same with Gemma 2's soft cap and window
 SHAPES = [("llama2", 32, 32, 128), ("llama3", 32, 8, 128), ("smollm2", 9, 3, 64)]
-SHAPES += [("d80", 32, 8, 80), ("d96", 32, 8, 96), ("d256", 16, 8, 256)]
+SHAPES += [("d80", 32, 8, 80), ("d96", 32, 8, 96), ("d256", 16, 8, 256), ("gemma2", 16, 8, 256)]
+# (name, T, S, query tokens of the longest)
+STEPS = [("decode", 64, 64, 1), ("split", 1, 1, 1), ("prefill", 8192, 8, 1024)]
+STEPS += [("draft", 40, 8, 5), ("chunk", 128, 8, 16)]
 
 
 def kernels(dtype: str, cache: str, num_sms: int):
     """(name, function, constants, options) of everything that is launched."""
     for name, H, K, D in SHAPES:
-        shapes = [("decode", 64, 64, 1), ("split", 1, 1, 1), ("prefill", 8192, 8, 1024)]
-        for kind, T, S, longest in shapes:
+        is_gemma2 = name == "gemma2"
+        for kind, T, S, longest in STEPS:
             sizes = (T, S, longest, H, K, D, ITEMSIZE[dtype], num_sms)
             plan = launch_plan(*sizes, cache in CACHES)
             constants = {
                 "K": K, "G": H // K, "D": D, "D_PAD": triton.next_power_of_2(D), "P": 16,
                 "BLOCK_M": plan.block_m, "BLOCK_Q": plan.block_q, "TILE": plan.tile,
-                "WINDOW": 0, "HAS_SOFTCAP": False, "NUM_SPLITS": plan.num_splits,
+                "WINDOW": 4096 if is_gemma2 else 0, "HAS_SOFTCAP": is_gemma2,
+                "NUM_SPLITS": plan.num_splits,
                 "QUANTIZED": cache in CACHES, "WIDEN": False,
             }  # fmt: skip
-            options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+            options = {
+                "num_warps": plan.num_warps, "num_stages": plan.num_stages,
+                "maxnreg": plan.max_registers,
+            }  # fmt: skip
             function = paged_attention_kernel.paged_attention_kernel
             yield f"{kind} {name}", function, constants, options
     constants = {"D": 128, "D_PAD": 128, "NUM_SPLITS": MAX_SPLITS}

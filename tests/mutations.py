@@ -95,7 +95,8 @@ MUTATIONS = {
     "kernel-no-maximum": Mutation("paged_attention_kernel.py", "max_M = tl.full([BLOCK_M], float(\"-inf\"), tl.float32)", "max_M = tl.full([BLOCK_M], 0.0, tl.float32)", "tests/test_kernels.py"),
     "kernel-slot-minus-one": Mutation("elementwise_kernels.py", "        if slot < 0:\n            return\n", "", "tests/test_kernels.py"),
     # ---- a cache in 8 bits
-    "values-without-their-scale": Mutation("paged_attention_kernel.py", "        p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values\n", "", "tests/test_kv_cache.py"),
+    "values-without-their-scale": Mutation("paged_attention_kernel.py", "            p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values\n", "", "tests/test_kv_cache.py"),
+    "pairs-the-wrong-way-round": Mutation("paged_attention_kernel.py", "tl.interleave(even_MX, odd_MX)", "tl.interleave(odd_MX, even_MX)", "tests/test_kv_cache.py"),
     "kernel-truncates-to-int8": Mutation("elementwise_kernels.py", "tl.floor(a_XR + 0.5), tl.floor(b_XR + 0.5)", "tl.floor(a_XR), tl.floor(b_XR)", "tests/test_kv_cache.py"),
     "nan-becomes-a-number": Mutation("elementwise_kernels.py", "tl.where(x_XR == x_XR, tl.abs(x_XR), float(\"inf\"))", "tl.abs(x_XR)", "tests/test_kv_cache.py"),
     "zeros-without-a-scale": Mutation("kv_cache.py", ".clamp(min=SMALLEST_SCALE)", "", "tests/test_kv_cache.py"),

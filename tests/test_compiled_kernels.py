@@ -2,9 +2,7 @@
 
 The machine code is read with the tools inside Triton's package: no stack and no spills, keys
 and values arrive by 16-byte asynchronous copies, products run on the matrix units, shared
-memory fits the chip. Of a cache in 8 bits the values come by 8 bytes where the products are
-those of Ampere (Triton's layout of them in shared memory). The table is printed (pytest -s), so
-that a change shows.
+memory fits the chip. The table is printed (pytest -s), so that a change shows.
 """
 
 import json
@@ -17,30 +15,27 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-COMMON = [
-    f"{kind} {shape}" for shape in ("llama3", "smollm2") for kind in ("decode", "prefill")
-]
-COMMON += ["split llama3", "reduce splits", "rms norm", "rope", "silu", "experts"]
+SHAPES = ("llama2", "llama3", "smollm2", "d80", "d96", "d256", "gemma2")
+OTHERS = ["reduce splits", "rms norm", "rope", "silu", "experts"]
+COMMON = ["decode llama3", "prefill llama3", "decode smollm2", "prefill smollm2"]
+COMMON += ["split llama3", "draft llama3", "prefill d256", *OTHERS]
+ALL = [f"{kind} {shape}" for kind in ("decode", "split", "prefill") for shape in SHAPES]
+ALL += ["draft llama3", *OTHERS]
 # Everything for one chip; for the others what is most used: it is the same source.
-TARGETS = [(80, "bf16", COMMON), (86, "bf16", COMMON), (89, "bf16", COMMON), (90, "bf16", [])]
+TARGETS = [(80, "bf16", COMMON), (86, "bf16", COMMON), (89, "bf16", COMMON), (90, "bf16", ALL)]
 TARGETS += [
     (100, "bf16", COMMON),
     (80, "fp16", COMMON[:2]),
     (90, "fp32", [*COMMON[:2], "prefill d256", "split d96"]),
 ]
 # Caches in 8 bits; float8 where the hardware converts it.
-COMMON_8 = [*COMMON[:5], "rope"]
-TARGETS += [(chip, f"bf16:{x}", COMMON_8[:2]) for chip, x in ((80, "i8"), (90, "fp8e4nv"))]
-OTHERS_8 = [
-    (86, "bf16:i8"),
-    (89, "bf16:i8"),
-    (90, "bf16:i8"),
-    (100, "bf16:i8"),
-    (80, "fp16:i8"),
-]
-OTHERS_8 += [(80, "bf16:i8"), *((chip, "bf16:fp8e4nv") for chip in (89, 90, 100))]
-TARGETS += [pytest.param(*other, COMMON_8, marks=pytest.mark.slow) for other in OTHERS_8]
-TARGETS += [pytest.param(90, "fp32:i8", COMMON_8[:1], marks=pytest.mark.slow)]
+COMMON_8 = ["decode llama3", "prefill llama3", "draft llama3", "split d80", "rope"]
+TARGETS += [(chip, f"bf16:{x}", COMMON_8) for chip, x in ((80, "i8"), (90, "fp8e4nv"))]
+ALL_8 = ALL + [f"{kind} {shape}" for kind in ("draft", "chunk") for shape in SHAPES]
+OTHERS_8 = [(chip, "bf16:i8") for chip in (80, 86, 89, 90, 100)] + [(80, "fp16:i8")]
+OTHERS_8 += [(chip, "bf16:fp8e4nv") for chip in (89, 90, 100)]
+TARGETS += [pytest.param(*other, ALL_8, marks=pytest.mark.slow) for other in OTHERS_8]
+TARGETS += [pytest.param(90, "fp32:i8", COMMON_8[:2], marks=pytest.mark.slow)]
 
 
 def compile_all(capability: int, dtype: str, names: list[str]) -> dict:
@@ -66,8 +61,10 @@ def test_machine_code(capability, dtype, names):
         assert row["shared"] <= SHARED_MEMORY[capability], where
         is_attention = name.split()[0] in ("decode", "split", "prefill")
         if is_attention or name == "experts":
-            # K and V, and weights: every copy into shared memory is 16 bytes wide.
-            num_wide = row["copies_16_byte"] + (row["copies_8_byte"] if ":" in dtype else 0)
+            # K and V, and weights: every copy into shared memory is 16 bytes wide; but 8 bits
+            # that float32 multiplies have room for 16 keys: too few for that.
+            num_wide = row["copies_16_byte"]
+            num_wide += row["copies_8_byte"] if dtype.startswith("fp32:") else 0
             assert num_wide == row["copies"] > 0, where
             assert (row["matrix"] > 0) == (not dtype.startswith("fp32")), where
 

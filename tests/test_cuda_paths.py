@@ -43,7 +43,7 @@ KERNELS = {
     paged_attention_kernel: ["paged_attention_kernel", "reduce_splits_kernel"],
     elementwise_kernels: ["rms_norm_kernel", "rope_and_write_kernel", "silu_mul_kernel"],
 }
-OPTIONS = {"num_warps", "num_stages"}
+OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 
 
 class Launches:

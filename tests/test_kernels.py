@@ -201,7 +201,10 @@ def test_launch_plan_by_hand():
     assert (plan.block_m, plan.block_q, plan.num_splits, plan.num_warps) == (128, 32, 1, 8)
     # float32 and large heads: smaller, so that nothing spills
     assert launch_plan(2048, 1, 2048, 32, 8, 128, 4, 132).block_m == 16
-    assert launch_plan(2048, 1, 2048, 32, 8, 256, 2, 132).tile == 32
+    plan = launch_plan(2048, 1, 2048, 32, 8, 256, 2, 132)
+    assert (plan.block_m, plan.tile, plan.num_warps, plan.max_registers) == (64, 32, 8, None)
+    plan = launch_plan(2048, 1, 2048, 32, 8, 128, 2, 132, is_quantized=True)
+    assert (plan.block_m, plan.tile, plan.num_warps, plan.max_registers) == (64, 32, 8, 255)
     # a group larger than 16 sets the rows
     assert launch_plan(4, 4, 1, 71, 1, 64, 2, 132).block_m == 128
 

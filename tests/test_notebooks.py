@@ -22,6 +22,7 @@ from nanobatch.check.student import solved_version, student_version  # noqa: E40
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 FILES = sorted(NOTEBOOKS.glob("*.ipynb"))
 NAMES = [file.name for file in FILES]
+PACKAGE = Path(check.__file__).parent.parent
 MAX_LINES = 15  # but for imports, which ruff sorts one to a line
 PATHS = re.compile(r"(?<![\w.])/(?:work|root|tmp|home/\w+|usr)/[\w./-]*")
 # The quickest to run: what is checked in every run. -m slow does the others.
@@ -73,6 +74,27 @@ def test_what_every_notebook_has(file):
         assert not PATHS.search(cell.source)
     counts = [cell.execution_count for cell in code]
     assert counts == list(range(1, len(code) + 1)), "not run once, from top to bottom"
+
+
+def lines_of(text):
+    """Its lines without indentation, none of them empty."""
+    return "".join(f"\n{line.strip()}" for line in text.splitlines() if line.strip()) + "\n"
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_source_that_a_cell_printed_is_the_source_as_it_is(file):
+    source = "".join(lines_of(path.read_text()) for path in PACKAGE.rglob("*.py"))
+    num_found = 0
+    for cell in read(file).cells:
+        if not re.search(r"getsource|^show\(", cell.source, flags=re.M):
+            continue
+        # Between empty lines, dots and headings, either source from end to end or none.
+        for part in re.split(r"\n\s*\n|^\.{3}$|^\w+:$", text_of(cell), flags=re.M):
+            lines = lines_of(part)
+            is_source = any(f"\n{line}\n" in source for line in lines.split("\n") if line)
+            assert not is_source or lines in source, f"run again:\n{part}"
+            num_found += is_source
+    assert num_found > 0
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
