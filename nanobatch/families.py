@@ -32,7 +32,7 @@ ARCHITECTURES = {
     MISTRAL: "sliding window",
     QWEN2: "bias of q, k, v",
     QWEN3: "norm of each head of q and k",
-    PHI3: "RoPE of a part of each head (Phi-4-mini); not the 128k variants (longrope)",
+    PHI3: "RoPE of a part of each head (Phi-4-mini); longrope (the 128k variants)",
     OLMO2: "norms after attention and MLP, and of all of q and k",
     GRANITE: "multipliers of embeddings, scores, residuals and logits",
     GEMMA2: "norms before and after, soft caps, alternating windows",

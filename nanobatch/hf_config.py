@@ -12,10 +12,7 @@ Source: the configuration classes of Hugging Face transformers, versions 4 and 5
 
 from __future__ import annotations
 
-import math
-
 from nanobatch.config import (
-    check_choice,
     check_float,
     check_int,
     check_token_ids,
@@ -39,8 +36,8 @@ from nanobatch.families import (
     flag,
 )
 from nanobatch.model_config import MAX_LAYERS, ModelConfig
+from nanobatch.rope_scaling import scaling_fields
 
-ROPE_TYPES = ("default", "llama3", "linear")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -77,6 +74,7 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
     rope = _rope(raw, architecture)
     theta = rope["rope_theta"]
     check_float("rope_theta", theta, 0.0, open_low=True)
+    rotary_dim = _rotary_dim(raw, rope, architecture, head_dim)
     eps_name = "norm_epsilon" if architecture == STARCODER2 else "rms_norm_eps"
     eps = raw.get(eps_name, 1e-6)
     check_float(eps_name, eps, 0.0)
@@ -92,8 +90,7 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
         "max_position_embeddings": count(raw, "max_position_embeddings", 2048),
         "rms_norm_eps": float(eps),
         "rope_theta": float(theta),
-        "rope_divisors": _rope_divisors(rope, theta, head_dim),
-        "rotary_dim": _rotary_dim(raw, rope, architecture, head_dim),
+        "rotary_dim": rotary_dim,
         "qkv_bias": attention_bias or architecture == QWEN2,
         "o_bias": attention_bias and architecture != QWEN2,
         "mlp_bias": flag(raw, "mlp_bias"),
@@ -102,6 +99,8 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
         "tie_word_embeddings": flag(raw, "tie_word_embeddings", architecture in TIED),
         "eos_token_ids": _eos_token_ids(raw, generation),
     }
+    num_turned = head_dim if rotary_dim is None else rotary_dim
+    fields |= scaling_fields(rope, num_turned, fields["max_position_embeddings"])
     return ModelConfig(**fields | family_fields(raw, architecture, rope))
 
 
@@ -165,10 +164,15 @@ def _rope(raw: dict, architecture: str) -> dict:
             f"{name} differs by layer ({', '.join(nested)}); that is not supported"
         )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    check_choice("rope_type", rope_type, ROPE_TYPES)
+    more = {}
+    if architecture == PHI3:
+        rope_type = "longrope" if rope_type in ("su", "yarn") else rope_type  # its old names
+        more = {"original_max_position_embeddings": 4096}
     default = 1000000.0 if architecture in (GEMMA3, MIXTRAL) else 10000.0
-    theta = {"rope_theta": raw.get("rope_theta", default)}
-    return theta | rope | {"rope_type": rope_type} | local
+    more |= {"rope_theta": raw.get("rope_theta", default)}
+    given = raw.get("original_max_position_embeddings")
+    old_context = {} if given is None else {"original_max_position_embeddings": given}
+    return more | rope | {"rope_type": rope_type} | local | old_context
 
 
 def _rotary_dim(raw: dict, rope: dict, architecture: str, head_dim: int) -> int | None:
@@ -177,33 +181,6 @@ def _rotary_dim(raw: dict, rope: dict, architecture: str, head_dim: int) -> int 
     lowest = 0.0 if architecture == PHI3 else 1.0
     check_float("partial_rotary_factor", factor, lowest, 1.0, open_low=architecture == PHI3)
     return None if factor == 1 else int(head_dim * factor)
-
-
-def _rope_divisors(rope: dict, theta: float, head_dim: int) -> tuple[float, ...] | None:
-    """What Llama 3.1 divides each RoPE frequency by to reach 128k tokens; "linear" (Gemma 3):
-    all by the same.
-
-    Waves shorter than the old context / high_freq_factor are kept, those longer than the old
-    context / low_freq_factor are divided by factor, and in between it is blended.
-    """
-    if rope["rope_type"] == "default":
-        return None
-    if rope["rope_type"] == "linear":
-        check_float("factor", rope.get("factor"), 0.0, open_low=True)
-        return (float(rope["factor"]),) * (head_dim // 2)
-    old_context = count(rope, "original_max_position_embeddings")
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        check_float(name, rope.get(name), 0.0, open_low=True)
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    if low >= high:
-        raise ValueError(f"low_freq_factor is {low}; it must be < high_freq_factor, {high}")
-    divisors = []
-    for i in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
-        kept = (old_context / wavelength - low) / (high - low)
-        kept = min(1.0, max(0.0, kept))
-        divisors.append(1 / (kept + (1 - kept) / factor))
-    return tuple(divisors)
 
 
 def to_hf_config(config: ModelConfig) -> dict:

@@ -65,10 +65,12 @@ class LLM:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         ranks.check_same(model=str(model), config=config, dtype=dtype, device=device.type)
-        loaded = load(str(model), dtype, device, config.seed, ranks)
+        how = (dtype, device, config.seed)
+        loaded = load(str(model), *how, ranks, config.max_model_len)
         draft = None
         if config.speculative == "draft":
-            draft = load(config.draft_model, dtype, device, config.seed).model
+            longest = config.max_model_len
+            draft = load(config.draft_model, *how, max_model_len=longest).model
         ranks.all_of(0)  # wait for each other here, where a rank that could not load is missed
         runner = ModelRunner(loaded.model, config, draft)
         self.name = str(model)

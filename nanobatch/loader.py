@@ -61,6 +61,7 @@ def load(
     device: torch.device | str = "cpu",
     seed: int = 0,
     ranks: Ranks | None = None,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load a model by name (see the module's list).
 
@@ -70,6 +71,8 @@ def load(
         device: where they go.
         seed: of a dummy's weights.
         ranks: who shares the model; only this rank's part is kept. None: nobody.
+        max_model_len: tokens of the longest sequence, which longrope depends on
+            (rope_scaling.py); None: all that the model was made for.
 
     Raises:
         FileNotFoundError: there is no such path, or the hub has or can be reached for nothing.
@@ -89,6 +92,7 @@ def load(
         tokenizer = _tokenizer_of(path.parent, path) if checkpoint.has_tokenizer else None
         return LoadedModel(_build(checkpoint, dtype, device, ranks), tokenizer)
     checkpoint = HFDirectory(path)
+    checkpoint.config = checkpoint.config.for_context(max_model_len)
     return LoadedModel(_build(checkpoint, dtype, device, ranks), _tokenizer_of(path))
 
 

@@ -256,10 +256,19 @@ class Decoder(nn.Module):
     def rope(
         self, positions_T: Tensor, inv_freq_R: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of each token's angles: float32 [T, R], R = D / 2."""
-        inv_freq_R = self.inv_freq_R if inv_freq_R is None else inv_freq_R
+        """cos and sin of each token's angles: float32 [T, R], R = D / 2.
+
+        inv_freq_R: of the layers with a window; None: the stretched ones of all others.
+        """
+        is_stretched = inv_freq_R is None
+        inv_freq_R = self.inv_freq_R if is_stretched else inv_freq_R
         angles_TR = positions_T.float().unsqueeze(1) * inv_freq_R
-        return angles_TR.cos(), angles_TR.sin()
+        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
+        factor = self.config.rope_attention_factor
+        if is_stretched and factor != 1:
+            cos_TR[:, : self.config.num_turned // 2] *= factor  # the others keep their 1
+            sin_TR *= factor
+        return cos_TR, sin_TR
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
         """float32 [S, V] for the rows that need them, the same on all ranks."""
@@ -291,7 +300,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     """float32 [R]: the angle between neighbouring positions, 0 for pairs that are not turned.
     On the CPU, while the rest of a decoder is still on the meta device: these are not in the
     checkpoint."""
-    dim = config.rotary_dim or config.head_dim
+    dim = config.num_turned
     inv_freq_R = _frequencies(config.rope_theta, dim)
     if config.rope_divisors is not None:
         inv_freq_R = inv_freq_R / torch.tensor(config.rope_divisors, device="cpu")

@@ -45,8 +45,11 @@ class ModelConfig:
         head_dim: D; not always hidden_size / num_heads.
         max_position_embeddings: the longest context the model was made for, in tokens.
         rms_norm_eps, rope_theta: as in config.json.
-        rope_divisors: what each of the head_dim / 2 RoPE frequencies is divided by to
-            stretch the context (Llama 3.1); None: nothing.
+        rope_divisors: what each RoPE frequency is divided by to stretch the context
+            (rope_scaling.py); None: nothing.
+        rope_attention_factor: what cos and sin are multiplied by.
+        short_rope_divisors, short_context: for contexts of at most short_context tokens
+            (longrope, see for_context); None: rope_divisors for all.
         local_rope_theta: of the layers with a window (Gemma 3); None: rope_theta, divided.
         rotary_dim: how many of each head's elements RoPE turns (Phi-4-mini); None: all.
         qkv_bias, o_bias, mlp_bias: linear layers that add a bias.
@@ -86,6 +89,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_divisors: tuple[float, ...] | None = None
+    rope_attention_factor: float = 1.0
+    short_rope_divisors: tuple[float, ...] | None = None
+    short_context: int | None = None
     local_rope_theta: float | None = None
     rotary_dim: int | None = None
     qkv_bias: bool = False
@@ -126,7 +132,8 @@ class ModelConfig:
         if self.num_experts:
             check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
         check_float("rms_norm_eps", self.rms_norm_eps, 0.0)
-        positive = "rope_theta local_rope_theta attention_multiplier logits_scaling "
+        positive = "rope_theta local_rope_theta rope_attention_factor "
+        positive += "attention_multiplier logits_scaling "
         positive += "attn_logit_softcapping final_logit_softcapping"
         for name in positive.split():
             if getattr(self, name) is not None:
@@ -150,18 +157,36 @@ class ModelConfig:
                 raise ValueError(f"{name} is {dim}; RoPE needs an even number")
         if self.rotary_dim is not None:
             check_int("rotary_dim", self.rotary_dim, 2, self.head_dim)
-            if self.qk_norm is not None or self.rope_divisors is not None:
+            if self.qk_norm is not None:
                 raise ValueError(
-                    f"rotary_dim is {self.rotary_dim}; with qk_norm or rope_divisors it must "
-                    "be None"
+                    f"rotary_dim is {self.rotary_dim}; with qk_norm it must be None"
                 )
-        if self.rope_divisors is not None and len(self.rope_divisors) != self.head_dim // 2:
-            raise ValueError(
-                f"rope_divisors has {len(self.rope_divisors)} entries; it must have "
-                f"head_dim / 2 = {self.head_dim // 2}"
-            )
+        num_frequencies = self.num_turned // 2
+        for name in ("rope_divisors", "short_rope_divisors"):
+            divisors = getattr(self, name)
+            if divisors is not None and len(divisors) != num_frequencies:
+                raise ValueError(
+                    f"{name} has {len(divisors)} entries; it must have {num_frequencies}, one "
+                    "for each pair that RoPE turns"
+                )
         if self.sliding_window is not None:
             check_int("sliding_window", self.sliding_window, 1)
+
+    @property
+    def num_turned(self) -> int:
+        """Elements of each head that RoPE turns."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def for_context(self, max_model_len: int | None) -> ModelConfig:
+        """The model for sequences of at most so many tokens (None: all that it was made for):
+        itself, or what a longrope model is where its short divisors do."""
+        is_short = max_model_len is not None and max_model_len <= (self.short_context or 0)
+        if not is_short:
+            return self
+        return replace(
+            self, rope_divisors=self.short_rope_divisors, short_rope_divisors=None,
+            max_position_embeddings=self.short_context, short_context=None,
+        )  # fmt: skip
 
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer in keys, or None where it sees everything."""

@@ -24,6 +24,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from nanobatch import LLM, EngineConfig, SamplingParams, loader
+from nanobatch.hf_config import model_config
 from nanobatch.shapes import MODEL_SHAPES
 from nanobatch.weight_names import sources
 
@@ -64,6 +65,12 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": [4.0] * (D // 2),
+    "short_factor": [1.0] * (D // 2),
 }
 
 
@@ -322,12 +329,12 @@ def test_a_field_that_is_absurd(checkpoint, field, value):
     [
         ({"rope_type": "linear", "factor": 0}, "factor"),
         ({"type": "dynamic", "factor": 2.0}, "dynamic"),
-        ({"rope_type": "yarn", "factor": 2.0}, "yarn"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"full_attention": {"rope_type": "default"}}, "full_attention"),
         ("linear", "rope"),
         (5, "rope"),
-        ({"rope_type": "llama3"}, "original_max_position_embeddings"),
+        ({"rope_type": "llama3"}, "factor"),
+        (LLAMA3_ROPE | {"original_max_position_embeddings": None}, "original_max_position"),
         (LLAMA3_ROPE | {"factor": 0}, "factor"),
         (LLAMA3_ROPE | {"factor": -8.0}, "factor"),
         (LLAMA3_ROPE | {"factor": "8"}, "factor"),
@@ -335,12 +342,41 @@ def test_a_field_that_is_absurd(checkpoint, field, value):
         (LLAMA3_ROPE | {"low_freq_factor": 4.0}, "freq_factor"),
         (LLAMA3_ROPE | {"original_max_position_embeddings": -4}, "original_max_position"),
         (LLAMA3_ROPE | {"rope_theta": 0}, "rope_theta"),
+        (YARN_ROPE | {"factor": None}, "factor"),
+        (YARN_ROPE | {"factor": 1e12}, "factor"),
+        (YARN_ROPE | {"beta_fast": -1}, "beta_fast"),
+        (YARN_ROPE | {"beta_slow": 1e300}, "beta_slow"),
+        (YARN_ROPE | {"attention_factor": 0}, "attention_factor"),
+        (YARN_ROPE | {"mscale": 0.7}, "mscale"),
+        (YARN_ROPE | {"truncate": "yes"}, "truncate"),
+        (YARN_ROPE | {"rope_theta": 1.0}, "rope_theta"),
+        (YARN_ROPE | {"original_max_position_embeddings": 1}, "original_max_position"),
+        ({"rope_type": "longrope"}, "long_factor"),
+        (LONGROPE | {"long_factor": [1.0]}, "long_factor"),
+        (LONGROPE | {"short_factor": [0.0] * 99}, "short_factor"),
+        (LONGROPE | {"short_factor": 3}, "short_factor"),
+        (LONGROPE | {"attention_factor": float("inf")}, "attention_factor"),
     ],
     ids=lambda x: str(x)[:40],
 )
 def test_a_rope_that_is_not_supported_or_absurd(checkpoint, key, rope, culprit):
     configure(checkpoint, **{key: rope})
     assert culprit in fault_in(checkpoint / "config.json", checkpoint)
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "su", "yarn"])
+def test_phi3_s_old_names_of_longrope(checkpoint, rope_type):
+    """Microsoft's first config.json files; the context is beside RoPE's, or 4,096."""
+    for old_context in (None, 8):
+        rope = LONGROPE | {"rope_type": rope_type}
+        raw = CONFIG | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": rope}
+        if old_context is not None:
+            raw["original_max_position_embeddings"] = old_context
+        config = model_config(raw, {})
+        assert config.rope_divisors == (4.0,) * (D // 2)
+        assert config.short_context == (old_context or 4096)
+        assert config.for_context(old_context or 4096).rope_divisors == (1.0,) * (D // 2)
+        assert config.for_context((old_context or 4096) + 1) is config
 
 
 def test_a_quantized_checkpoint_is_refused(checkpoint):

@@ -61,6 +61,16 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+# In a context of 16 the first of 16 pairs turns 2.5 times; the ramp crosses several of them.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.2,
+}
+
 
 def default_rope(theta: float) -> dict:
     return {"rope_type": "default", "rope_theta": theta}
@@ -77,6 +87,12 @@ FAMILIES = {
     "smollm2": (LlamaConfig, heads(6, 2, 64) | {"tie_word_embeddings": True}),
     "mistral": (MistralConfig, heads(6, 2, 32) | {"sliding_window": 6}),
     "qwen2": (Qwen2Config, heads(8, 1, 32) | {"rope_parameters": default_rope(300.0)}),
+    "qwen2-yarn": (Qwen2Config, heads(4, 2, 32) | {"rope_parameters": YARN_ROPE}),
+    "llama-yarn": (
+        LlamaConfig,
+        heads(4, 2, 32)
+        | {"rope_parameters": YARN_ROPE | {"truncate": False, "attention_factor": 1.3}},
+    ),
     "qwen2-window-above": (
         Qwen2Config,
         heads(4, 1, 32)
@@ -183,9 +199,9 @@ def random_model(family: str, seed: int = 0, **changes):
     return model.eval().requires_grad_(False)
 
 
-def random_prompts(seed: int = 7) -> list[list[int]]:
+def random_prompts(seed: int = 7, lens: tuple[int, ...] = PROMPT_LENS) -> list[list[int]]:
     random = Random(seed)
-    return [[random.randrange(VOCAB_SIZE) for _ in range(n)] for n in PROMPT_LENS]
+    return [[random.randrange(VOCAB_SIZE) for _ in range(n)] for n in lens]
 
 
 @dataclasses.dataclass
@@ -320,6 +336,8 @@ def test_greedy_tokens_of_a_ragged_batch(checkpoint):
     [
         ("llama3.1", {"rope_divisors": None}),
         ("llama3.1", {"rope_theta": 10000.0}),
+        ("qwen2-yarn", {"rope_divisors": None}),
+        ("qwen2-yarn", {"rope_attention_factor": 1.0}),
         ("mistral", {"sliding_window": None}),
         ("mistral", {"sliding_window": 7}),
         ("qwen2", {"qkv_bias": False}),
@@ -357,6 +375,42 @@ def test_each_difference_between_families_shows_in_the_logits(family, changes, t
     found = paged_logits(other, checkpoint.prompts)
     differences = [(a - b).abs().max() for a, b in zip(found, checkpoint.logits(), strict=True)]
     assert max(differences) > 100 * ATOL
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 300.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 9 for i in range(9)],
+    "long_factor": [1.0 + i * i / 8 for i in range(9)],
+}
+
+
+@pytest.mark.parametrize("max_model_len", [None, 33, 32, 20])
+def test_longrope_turns_by_the_longest_sequence_that_there_may_be(max_model_len, tmp_path):
+    """transformers goes by the sequence at hand: the same, for those on the same side of 32."""
+    settings = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}
+    model = random_model("phi4-mini", **settings)
+    model.save_pretrained(tmp_path)
+    is_short = max_model_len is not None and max_model_len <= 32
+    prompts = random_prompts(lens=(8, 3) if is_short else (61, 40))
+    checkpoint = Checkpoint("longrope", model, tmp_path, prompts)
+    llm = checkpoint.load(max_model_len=max_model_len)
+    for chunk in (3, 1000):
+        assert_logits_close(paged_logits(decoder_of(llm), prompts, chunk), checkpoint.logits())
+    if max_model_len is None or is_short:
+        params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS)
+        outs = llm.generate(prompts, params, progress=False)
+        wanted = [generate_alone(checkpoint, prompt) for prompt in prompts]
+        assert [out.token_ids for out in outs] == wanted
+
+
+def test_yarn_s_context_is_the_old_one_times_its_factor(tmp_path):
+    checkpoint = save("qwen2-yarn", tmp_path)
+    edit_config(tmp_path, lambda config: config.update(max_position_embeddings=16))
+    assert decoder_of(checkpoint.load(max_model_len=64)).config.max_position_embeddings == 64
+    with pytest.raises(ValueError, match="max_model_len is 65"):
+        checkpoint.load(max_model_len=65)
 
 
 # ---- the same weights in other clothes -------------------------------------------------
