@@ -51,15 +51,7 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
     Raises:
         ValueError: the architecture is not supported, or a field is missing or absurd.
     """
-    architectures = raw.get("architectures")
-    architecture = (
-        architectures[0] if isinstance(architectures, list) and architectures else None
-    )
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"architecture {architecture} is not supported; these are: "
-            + ", ".join(ARCHITECTURES)
-        )
+    architecture = _architecture(raw)
     if raw.get("quantization_config") is not None:
         raise ValueError("quantization_config is set; quantized safetensors are not supported")
     hidden_size, num_heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
@@ -102,6 +94,16 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
     num_turned = head_dim if rotary_dim is None else rotary_dim
     fields |= scaling_fields(rope, num_turned, fields["max_position_embeddings"])
     return ModelConfig(**fields | family_fields(raw, architecture, rope))
+
+
+def _architecture(raw: dict) -> str:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture {name} is not supported; these are: " + ", ".join(ARCHITECTURES)
+        )
+    return name
 
 
 def _eos_token_ids(raw: dict, generation: dict) -> tuple[int, ...]:
