@@ -10,7 +10,8 @@ new ones, and multiplies. However it is programmed, it takes at least
     prefill             2 x tokens for each weight: the matrix rate decides
 
 What is left out is small: norms, biases, activations (which a fused engine keeps on the chip),
-embeddings (a row for each token). Plain arithmetic, without torch.
+embeddings (a row for each token). Of a mixture of experts the least is that all tokens choose
+the same ones. Plain arithmetic, without torch.
 
 Taught in notebooks/01_why_decoding_is_slow.ipynb. Source: the roofline model (Williams,
 Waterman and Patterson, CACM 2009).
@@ -36,12 +37,21 @@ class Work(NamedTuple):
 
 
 def weights_of_layers(model: ModelConfig) -> int:
-    """How many weights the matrix products of all layers have."""
+    """How many weights the matrix products of all layers have, as one token meets them."""
     E, D = model.hidden_size, model.head_dim
     qkv = E * (model.num_heads + 2 * model.num_kv_heads) * D
     o = model.num_heads * D * E
-    mlp = 3 * E * model.intermediate_size
-    return model.num_layers * (qkv + o + mlp)
+    mlps = sum(_mlp_weights(model, layer) for layer in range(model.num_layers))
+    return model.num_layers * (qkv + o) + mlps
+
+
+def _mlp_weights(model: ModelConfig, layer: int) -> int:
+    """gate, up and down; or the router, and those of the experts that a token goes through."""
+    E = model.hidden_size
+    if model.has_experts(layer):
+        num_chosen = model.num_experts_per_tok
+        return E * model.num_experts + num_chosen * 3 * E * model.moe_intermediate_size
+    return (3 if model.gated_mlp else 2) * E * model.intermediate_size
 
 
 def num_weights(model: ModelConfig) -> int:

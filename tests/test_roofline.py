@@ -32,6 +32,25 @@ def test_weights_are_those_of_the_decoder():
     assert weights_of_layers(SMALL) == sum(products) == 2 * (128 + 64 + 256 + 128)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gated_mlp": False, "activation": "gelu_tanh"},
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        {"num_experts": 6, "moe_intermediate_size": 12, "dense_layers": frozenset({1})},
+    ],
+)
+def test_weights_of_other_mlps(changes):
+    """Of a mixture, those of the experts that one token goes through."""
+    config = replace(SMALL, **changes)
+    num_met = 0
+    for name, weight in Decoder(config).layers.named_parameters():
+        is_expert = name.endswith(("gate_up_XFE", "down_XEF"))
+        share = config.num_experts_per_tok / config.num_experts if is_expert else 1
+        num_met += share * weight.numel() * (weight.dim() > 1)
+    assert weights_of_layers(config) == round(num_met)
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_keys_seen_by_brute_force(window):
     for start in range(6):
@@ -61,7 +80,7 @@ def test_a_step_by_hand():
     [
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads is 3; it must be a multiple"),
         ({"head_dim": 5}, "head_dim is 5; RoPE needs an even number"),
-        ({"rope_divisors": (1.0,)}, "rope_divisors has 1 entries; .* = 2"),
+        ({"rope_divisors": (1.0,)}, "rope_divisors has 1 entries; .* 2"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"num_layers": 5000}, "num_layers is 5000"),
     ],
