@@ -68,8 +68,8 @@ class WatchedRunner:
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = [(s.request.num_computed_tokens, s.num_tokens) for s in plan.scheduled]
         num_logits = sum(s.num_logits for s in plan.scheduled)
-        itemsize = self.runner.dtype.itemsize
-        self.work.append(step_work(self.runner.model.config, rows, num_logits, itemsize))
+        sizes = (self.runner.dtype.itemsize, self.runner.cache_dtype.itemsize)
+        self.work.append(step_work(self.runner.model.config, rows, num_logits, *sizes))
         return self.runner.run(plan)
 
 
@@ -155,8 +155,8 @@ def make_ladder(
     Args:
         model: with its weights.
         longest: tokens of the longest request, prompt and output.
-        config: block_size, max_num_seqs, the budget of the chunked rungs, cuda_graphs, and
-            the policy and admission of the continuous rungs.
+        config: block_size, max_num_seqs, the budget of the chunked rungs, cuda_graphs; of the
+            continuous rungs the policy, the admission, the paged cache and who reads it.
     """
     slots = config.max_num_seqs
     chunked = replace(config, max_model_len=longest, enable_prefix_caching=False)

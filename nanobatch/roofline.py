@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from nanobatch.config import row_bytes
 from nanobatch.model_config import ModelConfig
 
 
@@ -76,7 +77,11 @@ def keys_seen(start: int, num_tokens: int, window: int | None) -> tuple[int, int
 
 
 def step_work(
-    model: ModelConfig, rows: Iterable[tuple[int, int]], num_logits: int, itemsize: int
+    model: ModelConfig,
+    rows: Iterable[tuple[int, int]],
+    num_logits: int,
+    itemsize: int,
+    kv_itemsize: int | None = None,
 ) -> Work:
     """The least work of one step.
 
@@ -84,7 +89,8 @@ def step_work(
         model: the decoder's shape.
         rows: for each sequence (tokens in the cache before the step, tokens to compute).
         num_logits: rows that sample, and so go through lm_head.
-        itemsize: bytes of one number of weights and cache.
+        itemsize: bytes of one number of the weights.
+        kv_itemsize: bytes of one number of the cache; None: itemsize.
     """
     rows = list(rows)
     num_tokens = sum(n for _, n in rows)
@@ -95,11 +101,12 @@ def step_work(
         num_scores += sum(scores for _, scores in seen)
     num_written = num_tokens * model.num_layers
     lm_head = model.vocab_size * model.hidden_size if num_logits else 0
-    kv_width = 2 * model.num_kv_heads * model.head_dim
-    num_moved = weights_of_layers(model) + lm_head + (num_keys + num_written) * kv_width
+    row = row_bytes(model.head_dim, itemsize if kv_itemsize is None else kv_itemsize)
+    num_bytes = (weights_of_layers(model) + lm_head) * itemsize
+    num_bytes += (num_keys + num_written) * 2 * model.num_kv_heads * row
     num_multiplies = (
         num_tokens * weights_of_layers(model)
         + num_logits * lm_head
         + num_scores * 2 * model.num_heads * model.head_dim  # query x key, weight x value
     )
-    return Work(num_moved * itemsize, 2 * num_multiplies)
+    return Work(num_bytes, 2 * num_multiplies)

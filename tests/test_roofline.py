@@ -71,6 +71,9 @@ def test_a_step_by_hand():
     weights, lm_head, kv_of_a_token = 1152, 80, 2 * 1 * 4
     assert work.bytes == 2 * (weights + lm_head + 2 * (9 + 4) * kv_of_a_token)
     assert work.flops == 2 * (4 * weights + lm_head + 2 * 12 * 2 * 2 * 4)
+    in_8_bits = step_work(SMALL, [(5, 1), (0, 3)], num_logits=1, itemsize=2, kv_itemsize=1)
+    # of 4 numbers 8 bytes; in 8 bits 4, and 2 of their scale
+    assert in_8_bits.bytes == work.bytes - 2 * (9 + 4) * 2 * (8 - 6)
     without = step_work(SMALL, [(5, 1), (0, 3)], num_logits=0, itemsize=2)
     assert work.bytes - without.bytes == work.flops - without.flops == 2 * lm_head
 

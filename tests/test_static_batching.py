@@ -78,9 +78,9 @@ def test_bench_writes_what_it_prints(tmp_path, capsys):
         assert (tmp_path / picture).stat().st_size > 10_000
 
 
-def compared(a, b, is_exact):
+def compared(a, b, rounding):
     return bench.compare_tokens(
-        {n: Run(x, [], 1.0, []) for n, x in (("a", a), ("b", b))}, is_exact
+        {n: Run(x, [], 1.0, []) for n, x in (("a", a), ("b", b))}, rounding
     )
 
 
@@ -164,16 +164,25 @@ def test_the_host_s_part_is_measured():
 
 def test_bench_refuses_to_compare_systems_that_disagree():
     tokens = [[1, 2], [3]]
-    for is_exact in (True, False):
-        assert compared(tokens, tokens, is_exact) == "the same in all"
+    for rounding in (None, "16-bit numbers"):
+        assert compared(tokens, tokens, rounding) == "the same in all"
         for wrong in ([[1], [3]], [[1, 2], [3, 4]]):
             with pytest.raises(SystemExit, match="request"):
-                compared(tokens, wrong, is_exact)
+                compared(tokens, wrong, rounding)
     with pytest.raises(SystemExit, match="request 1"):
-        compared(tokens, [[1, 2], [4]], is_exact=True)
+        compared(tokens, [[1, 2], [4]], None)
     # 16-bit numbers round differently in batches of other sizes: said, not refused
-    said = compared(tokens, [[1, 2], [4]], is_exact=False)
-    assert said.startswith("1 of 2 outputs the same in all")
+    said = compared(tokens, [[1, 2], [4]], "16-bit numbers")
+    assert said == "1 of 2 outputs the same in all (16-bit numbers)"
+
+
+def test_bench_with_a_paged_cache_in_8_bits(capsys):
+    flags = ["--num-prompts", "4", "--input-len", "8", "--output-len", "6", "--repeat", "1"]
+    report = bench.main([*flags, "--max-num-seqs", "2", "--kv-cache-dtype", "int8"])
+    assert report["args"]["kv_cache_dtype"] == "int8"
+    with pytest.raises(SystemExit):
+        bench.main(["--kv-cache-dtype", "int4"])
+    assert "invalid choice: 'int4'" in capsys.readouterr().err
 
 
 def test_the_ladder_s_work_by_hand(model, items):
