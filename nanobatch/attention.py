@@ -159,9 +159,8 @@ def paged_attention(
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
     done = (False, False)
     if backend == "c" and softcap is None:
-        done = _attend_in_c(
-            q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale, sliding_window, out_THD
-        )
+        cache = (k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP)
+        done = _attend_in_c(q_THD, cache, batch, scale, sliding_window, out_THD)
     how = (K, P, sliding_window, *(not kind for kind in done))
     for group in batch.once(("groups", *how), lambda: list(make_groups(batch, *how))):
         q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
@@ -180,26 +179,25 @@ def paged_attention(
 
 def _attend_in_c(
     q_THD: Tensor,
-    k_cache_NKPD: Tensor,
-    v_cache_NKPD: Tensor,
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     batch: Batch,
     scale: float,
     window: int | None,
     out_THD: Tensor,
 ) -> tuple[bool, bool]:
     """What C has kernels for; returns whether that is (decodes, prefills)."""
-    q_THD, caches = q_THD.contiguous(), (k_cache_NKPD, v_cache_NKPD)
-    decode = cpu_kernels.paged_attention(q_THD, *caches)
+    q_THD, k_cache_NKPD = q_THD.contiguous(), cache[0]
+    decode = cpu_kernels.paged_attention(q_THD, k_cache_NKPD)
     if decode is not None:
         rows = batch.once(("decodes", window), lambda: decodes(batch, window))
-        decode.paged_decode(q_THD, *caches, *rows, scale, out_THD)
+        decode.paged_decode(q_THD, *cache, *rows, scale, out_THD)
     if batch.max_query_len == 1:
         return decode is not None, True
-    prefill = cpu_kernels.paged_prefill(q_THD, *caches)
+    prefill = cpu_kernels.paged_prefill(q_THD, k_cache_NKPD)
     if prefill is not None:
         max_len = cpu_kernels.MAX_PREFILL_ROWS * k_cache_NKPD.shape[1] // q_THD.shape[1]
         tables_SB, pieces_I4 = batch.once(("pieces", max_len), lambda: pieces(batch, max_len))
-        prefill.paged_prefill(q_THD, *caches, tables_SB, pieces_I4, window, scale, out_THD)
+        prefill.paged_prefill(q_THD, *cache, tables_SB, pieces_I4, window, scale, out_THD)
     return decode is not None, prefill is not None
 
 

@@ -2,24 +2,29 @@
 
    Elements are bfloat16 if ELEM_BF16 is defined, else float; sums are float in both. */
 
+#pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#ifdef ELEM_BF16
-typedef uint16_t elem; /* the upper half of a float */
-static inline float load(elem x) {
+/* bfloat16 is the upper half of a float. */
+static inline float from_bf16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
     float f;
     memcpy(&f, &bits, 4);
     return f;
 }
-static inline elem store(float f) { /* to the nearest, ties to even; NaN stays NaN */
+static inline uint16_t to_bf16(float f) { /* to the nearest, ties to even; NaN stays NaN */
     uint32_t bits;
     memcpy(&bits, &f, 4);
     int is_nan = (bits & 0x7fffffff) > 0x7f800000;
     return is_nan ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
+
+#ifdef ELEM_BF16
+typedef uint16_t elem;
+static inline float load(elem x) { return from_bf16(x); }
+static inline elem store(float f) { return to_bf16(f); }
 #else
 typedef float elem;
 static inline float load(elem x) { return x; }

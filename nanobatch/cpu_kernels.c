@@ -3,6 +3,7 @@
    Compiled when it is first needed (cpu_kernels.py), for one number format and one shape:
 
        ELEM_BF16           elements are bfloat16, else float; sums are float in both
+       CACHE_INT8, _FP8    the cache is in 8 bits, with scales; else of elements (cpu_cache.h)
        HEAD_DIM D          with these three paged attention is compiled too: the compiler
        GROUP    G          unrolls and vectorizes what it knows, as Triton does with its
        BLOCK    P          constants
@@ -10,9 +11,7 @@
    Names carry shapes as in the Python files: T tokens, S sequences, K key/value heads, G query
    heads of each, D head dim, R = D / 2, P slots of a block, B blocks of a table row. */
 
-#include <float.h>
-
-#include "cpu_elem.h"
+#include "cpu_cache.h"
 
 /* ----------------------------------------------------------- between the matrix products */
 
@@ -58,12 +57,14 @@ static inline void rotate(const elem *x, const float *cos, const float *sin, int
     }
 }
 
-/* Queries are rotated into out, keys into their slots of the cache, values copied to theirs.
-   A token's heads are D apart, tokens as far as the strides say; slot -1 is written nowhere. */
+/* Queries are rotated into out, keys on their way into their slots of the cache; values go to
+   theirs. A token's heads are D apart, tokens as far as the strides say; slot -1 is written
+   nowhere. The scales are NULL but for a cache in 8 bits. */
 void rope_and_write(const elem *q, const elem *k, const elem *v, int64_t q_stride,
                     int64_t k_stride, int64_t v_stride, const float *cos_TR, const float *sin_TR,
-                    const int64_t *slot_T, int T, int H, int K, int P, int D, elem *k_cache_NKPD,
-                    elem *v_cache_NKPD, elem *out_THD, int num_threads) {
+                    const int64_t *slot_T, int T, int H, int K, int P, int D, cell *k_cache_NKPD,
+                    cell *v_cache_NKPD, uint16_t *k_scale_NKP, uint16_t *v_scale_NKP,
+                    elem *out_THD, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if ((int64_t)T * H * D > FEW)
     for (int t = 0; t < T; t++) {
         int R = D / 2;
@@ -72,9 +73,11 @@ void rope_and_write(const elem *q, const elem *k, const elem *v, int64_t q_strid
             rotate(q + t * q_stride + h * D, cos, sin, R, out_THD + ((int64_t)t * H + h) * D);
         if (slot_T[t] < 0) continue;
         for (int h = 0; h < K; h++) {
+            elem turned_D[D];
             int64_t row = (slot_T[t] / P * K + h) * P + slot_T[t] % P;
-            rotate(k + t * k_stride + h * D, cos, sin, R, k_cache_NKPD + row * D);
-            memcpy(v_cache_NKPD + row * D, v + t * v_stride + h * D, D * sizeof(elem));
+            rotate(k + t * k_stride + h * D, cos, sin, R, turned_D);
+            store_row(turned_D, D, k_cache_NKPD + row * D, k_scale_NKP + row);
+            store_row(v + t * v_stride + h * D, D, v_cache_NKPD + row * D, v_scale_NKP + row);
         }
     }
 }
@@ -115,16 +118,15 @@ void top_ids(const elem *x_SV, int S, int V, int k, int64_t *ids_SX, int num_thr
 #ifdef HEAD_DIM
 enum { D = HEAD_DIM, G = GROUP, P = BLOCK };
 
-static inline void prefetch_row(const elem *row_D) {
-    for (int d = 0; d < D; d += 64 / sizeof(elem)) __builtin_prefetch(row_D + d, 0, 2);
+static inline void prefetch_row(const cell *row_D) {
+    for (int d = 0; d < D; d += 64 / sizeof(cell)) __builtin_prefetch(row_D + d, 0, 2);
 }
 
 /* The G query heads of one KV head over positions start .. end - 1 of one sequence, block by
    block with an online softmax: out is the sum of values so far, each weighted by
    e^(score - max), and shrinks when max grows. Nothing past `end` is read. */
-static void attend(const elem *q_GD, const elem *k_cache, const elem *v_cache,
-                   const int32_t *table_B, int64_t block_size, int start, int end, float scale,
-                   elem *out_GD) {
+static void attend(const elem *q_GD, Rows head, const int32_t *table_B, int block_rows, int start,
+                   int end, float scale, elem *out_GD) {
     float q[G][D], out[G][D], score[G][P], max[G], sum[G];
     for (int g = 0; g < G; g++) {
         max[g] = -FLT_MAX, sum[g] = 0;
@@ -132,17 +134,15 @@ static void attend(const elem *q_GD, const elem *k_cache, const elem *v_cache,
     }
     for (int b = start / P; b * P < end; b++) {
         int first = b * P < start ? start - b * P : 0, last = end - b * P < P ? end - b * P : P;
-        const elem *k_PD = k_cache + table_B[b] * block_size;
-        const elem *v_PD = v_cache + table_B[b] * block_size;
         int next = (b + 1) * P < end ? b + 1 : b; /* blocks lie anywhere: ask in time */
-        const elem *next_k_PD = k_cache + table_B[next] * block_size;
-        const elem *next_v_PD = v_cache + table_B[next] * block_size;
+        Rows here = rows_at(head, (int64_t)table_B[b] * block_rows, D);
+        Rows there = rows_at(head, (int64_t)table_B[next] * block_rows, D);
         for (int p = first; p < last; p++) {
-            prefetch_row(next_k_PD + p * D);
+            prefetch_row(there.k + p * D);
             for (int g = 0; g < G; g++) {
                 float dot = 0;
-                for (int d = 0; d < D; d++) dot += q[g][d] * load(k_PD[p * D + d]);
-                score[g][p] = dot;
+                for (int d = 0; d < D; d++) dot += q[g][d] * load_cell(here.k[p * D + d]);
+                score[g][p] = dot * scale_of(here.k_scale, p);
             }
         }
         for (int g = 0; g < G; g++) {
@@ -155,12 +155,14 @@ static void attend(const elem *q_GD, const elem *k_cache, const elem *v_cache,
             for (int p = first; p < last; p++) {
                 score[g][p] = exp_(score[g][p] - max[g]);
                 sum[g] += score[g][p];
+                score[g][p] *= scale_of(here.v_scale, p);
             }
         }
         for (int p = first; p < last; p++) {
-            prefetch_row(next_v_PD + p * D);
+            prefetch_row(there.v + p * D);
             for (int g = 0; g < G; g++)
-                for (int d = 0; d < D; d++) out[g][d] += score[g][p] * load(v_PD[p * D + d]);
+                for (int d = 0; d < D; d++)
+                    out[g][d] += score[g][p] * load_cell(here.v[p * D + d]);
         }
     }
     for (int g = 0; g < G; g++)
@@ -169,17 +171,18 @@ static void attend(const elem *q_GD, const elem *k_cache, const elem *v_cache,
 
 /* One query token of each of S sequences. token_S: its row of q and out; start_S, end_S: the
    positions that it sees. */
-void paged_decode(const elem *q_THD, const elem *k_cache_NKPD, const elem *v_cache_NKPD,
+void paged_decode(const elem *q_THD, const cell *k_cache_NKPD, const cell *v_cache_NKPD,
+                  const uint16_t *k_scale_NKP, const uint16_t *v_scale_NKP,
                   const int32_t *block_tables_SB, int B, const int64_t *token_S,
                   const int32_t *start_S, const int32_t *end_S, int S, int K, float scale,
                   elem *out_THD, int num_threads) {
+    Rows cache = {k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP};
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
     for (int i = 0; i < S * K; i++) {
         int s = i / K, k = i % K;
-        int64_t heads = (token_S[s] * K + k) * G * D, block_size = (int64_t)K * P * D;
-        attend(q_THD + heads, k_cache_NKPD + k * P * D, v_cache_NKPD + k * P * D,
-               block_tables_SB + (int64_t)s * B, block_size, start_S[s], end_S[s], scale,
-               out_THD + heads);
+        int64_t heads = (token_S[s] * K + k) * G * D;
+        attend(q_THD + heads, rows_at(cache, k * P, D), block_tables_SB + (int64_t)s * B, K * P,
+               start_S[s], end_S[s], scale, out_THD + heads);
     }
 }
 #endif

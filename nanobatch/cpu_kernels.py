@@ -1,6 +1,7 @@
 """The CPU's kernels, in C (cpu_library.py builds and calls them).
 
     fused_kernels.py  --elementwise(x)-->         CpuKernels  --ctypes-->  cpu_kernels.c
+                      --rope_and_write(k, q)-->   CpuKernels
     attention.py      --paged_attention(q, k)-->  CpuKernels
                       --paged_prefill(q, k)-->    CpuPrefill  --ctypes-->  cpu_prefill.c
     model.py          --products(weight)-->       CpuMatmul   --ctypes-->  cpu_matmul.c
@@ -20,7 +21,8 @@ cores of a Xeon with AMX (2026-11-30, ms):
              gate, up and SiLU, 1024 tokens              2.0        1.5     in one
 
 Nothing needs them: without a C compiler, in other number formats, and where gradients are
-wanted, there is None, and the callers' torch twins run.
+wanted, there is None, and the callers' torch twins run. A cache in 8 bits (cpu_cache.h) has
+kernels of its own, of the same source.
 
 Always holds: they say what their twins say, to the rounding of the number format; a token of
 slot -1 is written nowhere, and nothing past a sequence's end is read (invariant 14).
@@ -35,7 +37,7 @@ import functools
 import torch
 from torch import Tensor
 
-from nanobatch.cpu_library import ELEMENTS, Library, build
+from nanobatch.cpu_library import CACHES, ELEMENTS, Library, build
 from nanobatch.device import cpu_has
 
 MAX_PREFILL_ROWS = 256  # queries times heads of a piece
@@ -43,8 +45,8 @@ MAX_NUMBERS = 2**14  # that attention keeps on the stack, G * (2 D + P)
 
 
 class CpuKernels(Library):
-    """cpu_kernels.c for one number format. What it is given is on the CPU and of that format;
-    q, k and v may be slices of wider tokens."""
+    """cpu_kernels.c for one number format, and one of the cache. What it is given is on the CPU
+    and of that format; q, k and v may be slices of wider tokens."""
 
     def rms_norm(
         self, x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None
@@ -74,6 +76,8 @@ class CpuKernels(Library):
         k_cache_NKPD: Tensor,
         v_cache_NKPD: Tensor,
         slot_mapping_T: Tensor,
+        k_scale_NKP: Tensor | None = None,
+        v_scale_NKP: Tensor | None = None,
     ) -> Tensor:
         """See fused_kernels.rope_and_write."""
         (T, H, D), (_, K, P, _) = q_THD.shape, k_cache_NKPD.shape
@@ -82,7 +86,7 @@ class CpuKernels(Library):
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         self._call(
             "rope_and_write", q_THD, k_TKD, v_TKD, *strides, cos_TR, sin_TR, slot_mapping_T,
-            T, H, K, P, D, k_cache_NKPD, v_cache_NKPD, out_THD,
+            T, H, K, P, D, k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP, out_THD,
         )  # fmt: skip
         return out_THD
 
@@ -98,6 +102,8 @@ class CpuKernels(Library):
         q_THD: Tensor,
         k_cache_NKPD: Tensor,
         v_cache_NKPD: Tensor,
+        k_scale_NKP: Tensor | None,
+        v_scale_NKP: Tensor | None,
         block_tables_SB: Tensor,
         token_S: Tensor,
         start_S: Tensor,
@@ -113,8 +119,8 @@ class CpuKernels(Library):
         """
         (S, B), K = block_tables_SB.shape, k_cache_NKPD.shape[1]
         self._call(
-            "paged_decode", q_THD, k_cache_NKPD, v_cache_NKPD, block_tables_SB, B,
-            token_S, start_S, end_S, S, K, scale, out_THD,
+            "paged_decode", q_THD, k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP,
+            block_tables_SB, B, token_S, start_S, end_S, S, K, scale, out_THD,
         )  # fmt: skip
 
 
@@ -126,6 +132,8 @@ class CpuPrefill(Library):
         q_THD: Tensor,
         k_cache_NKPD: Tensor,
         v_cache_NKPD: Tensor,
+        k_scale_NKP: Tensor | None,
+        v_scale_NKP: Tensor | None,
         block_tables_SB: Tensor,
         pieces_I4: Tensor,
         window: int | None,
@@ -140,8 +148,8 @@ class CpuPrefill(Library):
         """
         B, num_pieces, K = block_tables_SB.shape[1], len(pieces_I4), k_cache_NKPD.shape[1]
         self._call(
-            "paged_prefill", q_THD, k_cache_NKPD, v_cache_NKPD, block_tables_SB, B,
-            pieces_I4, num_pieces, K, window or 0, scale, out_THD,
+            "paged_prefill", q_THD, k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP,
+            block_tables_SB, B, pieces_I4, num_pieces, K, window or 0, scale, out_THD,
         )  # fmt: skip
 
 
@@ -187,7 +195,7 @@ def _dense_heads(x_TXD: Tensor) -> Tensor:
 
 
 def elementwise(*tensors: Tensor) -> CpuKernels | None:
-    """All but paged_decode, for tensors of one number format; None: use the twins."""
+    """What lies between the products, for tensors of one number format; None: use the twins."""
     dtype = tensors[0].dtype
     if dtype not in ELEMENTS:
         return None
@@ -197,29 +205,34 @@ def elementwise(*tensors: Tensor) -> CpuKernels | None:
     return _kernels(dtype)
 
 
-def paged_attention(
-    q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor
-) -> CpuKernels | None:
-    """paged_decode for these; None: use its twin."""
+def rope_and_write(k_cache_NKPD: Tensor, *tensors: Tensor) -> CpuKernels | None:
+    """For tensors of one number format, and a cache of that or in 8 bits; None: the twin."""
+    if k_cache_NKPD.dtype not in CACHES:
+        return elementwise(k_cache_NKPD, *tensors)
+    is_ours = elementwise(*tensors) is not None
+    return _kernels(tensors[0].dtype, k_cache_NKPD.dtype) if is_ours else None
+
+
+def paged_attention(q_THD: Tensor, k_cache_NKPD: Tensor) -> CpuKernels | None:
+    """paged_decode for these, also with a cache in 8 bits; None: use its twin."""
     (_, H, D), (_, K, P, _) = q_THD.shape, k_cache_NKPD.shape
     G = H // K
-    is_ours = elementwise(q_THD, k_cache_NKPD, v_cache_NKPD) is not None
+    is_ours = rope_and_write(k_cache_NKPD, q_THD) is not None
     if not is_ours or G * (2 * D + P) > MAX_NUMBERS:
         return None
-    return _kernels(q_THD.dtype, HEAD_DIM=D, GROUP=G, BLOCK=P)
+    return _kernels(q_THD.dtype, k_cache_NKPD.dtype, HEAD_DIM=D, GROUP=G, BLOCK=P)
 
 
-def paged_prefill(
-    q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor
-) -> CpuPrefill | None:
-    """For these, if they are bfloat16 on a CPU with tiles; None: use torch's."""
+def paged_prefill(q_THD: Tensor, k_cache_NKPD: Tensor) -> CpuPrefill | None:
+    """For bfloat16 on a CPU with tiles, also with a cache in 8 bits; None: use torch's."""
     (_, H, D), (_, K, P, _) = q_THD.shape, k_cache_NKPD.shape
     G, steps_left_over = H // K, D % 32
     has_shape = G <= MAX_PREFILL_ROWS and steps_left_over == 0 and D <= 256
-    if not has_shape or not _has_tiles_for(q_THD, k_cache_NKPD, v_cache_NKPD):
+    is_ours = rope_and_write(k_cache_NKPD, q_THD) is not None
+    if not has_shape or not is_ours or not _has_tiles_for(q_THD):
         return None
     sizes = {"HEAD_DIM": D, "GROUP": G, "BLOCK": P, "MAX_ROWS": MAX_PREFILL_ROWS}
-    return _tiled(CpuPrefill, "cpu_prefill.c", **sizes)
+    return _tiled(CpuPrefill, "cpu_prefill.c", k_cache_NKPD.dtype, **sizes)
 
 
 def products(weight_NK: Tensor) -> CpuMatmul | None:
@@ -241,13 +254,17 @@ def has_amx() -> bool:
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype, **sizes: int) -> CpuKernels | None:
-    file = build("cpu_kernels.c", ELEMENTS[dtype] | sizes)
-    return None if file is None else CpuKernels(file, dtype)
+def _kernels(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None = None, **sizes: int
+) -> CpuKernels | None:
+    file = build("cpu_kernels.c", ELEMENTS[dtype] | CACHES.get(cache_dtype, {}) | sizes)
+    return None if file is None else CpuKernels(file, dtype, cache_dtype)
 
 
 @functools.cache
-def _tiled(kind: type[Library], source: str, **sizes: int) -> Library | None:
-    file = build(source, ELEMENTS[torch.bfloat16] | sizes)
-    kernels = None if file is None else kind(file, torch.bfloat16)
+def _tiled(
+    kind: type[Library], source: str, cache_dtype: torch.dtype | None = None, **sizes: int
+) -> Library | None:
+    file = build(source, ELEMENTS[torch.bfloat16] | CACHES.get(cache_dtype, {}) | sizes)
+    kernels = None if file is None else kind(file, torch.bfloat16, cache_dtype)
     return kernels if kernels is not None and kernels.library.tiles_init() == 0 else None

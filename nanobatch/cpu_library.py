@@ -28,12 +28,13 @@ from nanobatch.device import cache_directory
 
 HERE = Path(__file__).parent
 ELEMENTS = {torch.bfloat16: {"ELEM_BF16": 1}, torch.float32: {}}
+CACHES = {torch.int8: {"CACHE_INT8": 1}, torch.float8_e4m3fn: {"CACHE_FP8": 1}}  # in 8 bits
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 # Sums in any order, as vectors need it. Not -ffast-math: NaN must stay NaN (invariant 15).
 FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
 if platform.machine() == "x86_64":
     FLAGS += ["-mprefer-vector-width=512"]
-HEADERS = ("cpu_elem.h", "cpu_tiles.h")
+HEADERS = ("cpu_elem.h", "cpu_cache.h", "cpu_tiles.h")
 
 
 @functools.cache
@@ -43,32 +44,33 @@ def compiler() -> str | None:
 
 
 # The arguments of each function, but for the number of threads, which comes last.
-#     pointers to dense numbers: E of the library's format, F float32, I int32, L int64
+#     pointers to dense numbers: E of the library's format, C of its cache's, B bfloat16,
+#     F float32, I int32, L int64
 #     S as E, but with strides;  V of a format that another argument tells
 #     numbers: i int, l int64, f float
 SIGNATURES = {
     "rms_norm": "x:E residual:F weight:E eps:f T:i E:i sum:F out:E",
     "silu_mul": "gate_up:E T:i F:i out:E",
     "rope_and_write": "q:S k:S v:S q_stride:l k_stride:l v_stride:l cos:F sin:F slot_mapping:L "
-    "T:i H:i K:i P:i D:i k_cache:E v_cache:E out:E",
+    "T:i H:i K:i P:i D:i k_cache:C v_cache:C k_scale:B v_scale:B out:E",
     "top_ids": "x:E S:i V:i k:i ids:L",
-    "paged_decode": "q:E k_cache:E v_cache:E block_tables:I B:i token:L start:I end:I "
-    "S:i K:i scale:f out:E",
-    "paged_prefill": "q:E k_cache:E v_cache:E block_tables:I B:i pieces:I I:i K:i window:i "
-    "scale:f out:E",
+    "paged_decode": "q:E k_cache:C v_cache:C k_scale:B v_scale:B block_tables:I B:i token:L "
+    "start:I end:I S:i K:i scale:f out:E",
+    "paged_prefill": "q:E k_cache:C v_cache:C k_scale:B v_scale:B block_tables:I B:i pieces:I "
+    "I:i K:i window:i scale:f out:E",
     "matmul": "x:E packed:E bias:E M:i N:i K:i form:i out:V",
 }
 NUMBERS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
-FORMATS = {"F": torch.float32, "I": torch.int32, "L": torch.int64}
+FORMATS = {"B": torch.bfloat16, "F": torch.float32, "I": torch.int32, "L": torch.int64}
 
 
 class Library:
     """A compiled file's functions, called with tensors for pointers. C looks at no type and no
     bound, so what it is given is checked here."""
 
-    def __init__(self, file: Path, dtype: torch.dtype):
+    def __init__(self, file: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None):
         self.library = ctypes.CDLL(str(file))
-        formats = FORMATS | {"E": dtype, "S": dtype}
+        formats = FORMATS | {"E": dtype, "S": dtype, "C": cache_dtype or dtype}
         self._functions = {}
         for name, signature in SIGNATURES.items():
             if hasattr(self.library, name):

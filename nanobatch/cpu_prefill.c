@@ -4,8 +4,8 @@
 
    A piece of work is a KV head and some neighbouring queries of one sequence, ROWS at most: the
    G heads of the first token, then those of the next. The keys and values that they see are
-   copied out of their blocks KEYS at a time, in the order in which tiles read them; then every
-   16 rows pass by:
+   copied out of their blocks KEYS at a time, in the order in which tiles read them (a cache in
+   8 bits is multiplied by its scales on the way); then every 16 rows pass by:
 
        scores  = q * keys^T          products, 32 keys at a time
        weights = e^(scores - max)    in bfloat16; what was summed shrinks when max grows
@@ -13,8 +13,7 @@
 
    The exponentials take most of the time. Nothing past a sequence's end is read. */
 
-#include <float.h>
-
+#include "cpu_cache.h"
 #include "cpu_tiles.h"
 
 enum { D = HEAD_DIM, G = GROUP, P = BLOCK, ROWS = MAX_ROWS, KEYS = 256 };
@@ -68,16 +67,28 @@ static inline void pack_values(const elem *const *row, elem *out) {
         }
 }
 
+/* A row of the cache as elements: where it lies, or, if it is in 8 bits, in `made`. */
+static inline const elem *row_of(const cell *cell_D, const uint16_t *scale, elem *made) {
+    if (!IN_8_BITS) return (const elem *)cell_D;
+    for (int d = 0; d < D; d++) made[d] = store(load_cell(cell_D[d]) * from_bf16(*scale));
+    return made;
+}
+
 /* Positions start .. end - 1 of one head, filled up with zeros to a multiple of 32. */
-static void pack(const elem *k_cache, const elem *v_cache, const int32_t *table_B,
-                 int64_t block_size, int start, int end, Work *w) {
+static void pack(Rows head, const int32_t *table_B, int block_rows, int start, int end,
+                 Work *w) {
     static const elem zeros[D];
     for (int i = 0; i < end - start || i % STEP != 0; i += SIDE) {
         const elem *k[SIDE], *v[SIDE];
+        elem made[2][SIDE][D];
         for (int j = 0; j < SIDE; j++) {
-            int position = start + i + j, is_real = position < end;
-            int64_t at = is_real ? table_B[position / P] * block_size + position % P * D : 0;
-            k[j] = is_real ? k_cache + at : zeros, v[j] = is_real ? v_cache + at : zeros;
+            int position = start + i + j;
+            k[j] = v[j] = zeros;
+            if (position >= end) continue;
+            Rows here = rows_at(head, (int64_t)table_B[position / P] * block_rows, D);
+            here = rows_at(here, position % P, D);
+            k[j] = row_of(here.k, here.k_scale, made[0][j]);
+            v[j] = row_of(here.v, here.v_scale, made[1][j]);
         }
         pack_keys(k, w->keys + i * D);
         pack_values(v, w->values + i / STEP * STEP * D + i % STEP / 2 * 32);
@@ -163,9 +174,8 @@ static inline void add_values(Work *w, int row, int from, int to) {
 
 /* `num` tokens, the first at `position`; q and out are of the first's first head, tokens H * D
    apart. window: keys that a query sees; 0: all before it. */
-static void attend(const elem *q, const elem *k_cache, const elem *v_cache,
-                   const int32_t *table_B, int64_t block_size, int position, int num, int H,
-                   int window, float scale, elem *out, Work *w) {
+static void attend(const elem *q, Rows head, const int32_t *table_B, int block_rows, int position,
+                   int num, int H, int window, float scale, elem *out, Work *w) {
     int rows = num * G, end = position + num;
     int filled = (rows + SIDE - 1) / SIDE * SIDE; /* 16 rows are computed, also of fewer */
     memset(w->q[rows], 0, (filled - rows) * sizeof w->q[0]);
@@ -175,7 +185,7 @@ static void attend(const elem *q, const elem *k_cache, const elem *v_cache,
         memcpy(w->q[t * G], q + (int64_t)t * H * D, G * D * sizeof(elem));
     for (int start = window ? most(0, position - window + 1) : 0; start < end; start += KEYS) {
         int stop = least(end, start + KEYS);
-        pack(k_cache, v_cache, table_B, block_size, start, stop, w);
+        pack(head, table_B, block_rows, start, stop, w);
         for (int row = 0; row < rows; row += SIDE) {
             int low[SIDE], high[SIDE]; /* what each row sees of these keys */
             for (int i = 0; i < SIDE; i++) {
@@ -199,9 +209,11 @@ static void attend(const elem *q, const elem *k_cache, const elem *v_cache,
 
 /* piece_I4: sequence, first token, number of tokens (G times that is at most ROWS), and the
    first's position. */
-void paged_prefill(const elem *q_THD, const elem *k_cache_NKPD, const elem *v_cache_NKPD,
+void paged_prefill(const elem *q_THD, const cell *k_cache_NKPD, const cell *v_cache_NKPD,
+                   const uint16_t *k_scale_NKP, const uint16_t *v_scale_NKP,
                    const int32_t *block_tables_SB, int B, const int32_t *piece_I4, int I, int K,
                    int window, float scale, elem *out_THD, int num_threads) {
+    Rows cache = {k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP};
 #pragma omp parallel num_threads(num_threads)
     {
         Work work __attribute__((aligned(64)));
@@ -209,11 +221,10 @@ void paged_prefill(const elem *q_THD, const elem *k_cache_NKPD, const elem *v_ca
 #pragma omp for schedule(dynamic)
         for (int i = 0; i < I * K; i++) {
             const int32_t *piece = piece_I4 + i / K * 4;
-            int k = i % K, H = K * G, head = k * P * D;
+            int k = i % K, H = K * G;
             int64_t at = ((int64_t)piece[1] * H + k * G) * D;
-            attend(q_THD + at, k_cache_NKPD + head, v_cache_NKPD + head,
-                   block_tables_SB + (int64_t)piece[0] * B, (int64_t)K * P * D, piece[3],
-                   piece[2], H, window, scale, out_THD + at, &work);
+            attend(q_THD + at, rows_at(cache, k * P, D), block_tables_SB + (int64_t)piece[0] * B,
+                   K * P, piece[3], piece[2], H, window, scale, out_THD + at, &work);
         }
         _tile_release();
     }

@@ -123,11 +123,12 @@ def rope_and_write(
             q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T,
             *scales,
         )  # fmt: skip
-    kernels = cpu_kernels.elementwise(q_THD, k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD)
+    kernels = cpu_kernels.rope_and_write(k_cache_NKPD, q_THD, k_TKD, v_TKD)
     if kernels is not None:
         return kernels.rope_and_write(
-            q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T
-        )
+            q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD, slot_mapping_T,
+            *scales,
+        )  # fmt: skip
     k_TKD = apply_rope(k_TKD, cos_TR, sin_TR)
     write_to_cache(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slot_mapping_T, *scales)
     return apply_rope(q_THD, cos_TR, sin_TR)

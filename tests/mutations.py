@@ -102,6 +102,10 @@ MUTATIONS = {
     "zeros-without-a-scale": Mutation("kv_cache.py", ".clamp(min=SMALLEST_SCALE)", "", "tests/test_kv_cache.py"),
     # ---- the CPU's kernels
     "c-reads-the-tail": Mutation("cpu_kernels.c", "last = end - b * P < P ? end - b * P : P;", "last = P;", "tests/test_cpu_kernels.py tests/test_attention.py"),
+    "c-values-without-their-scale": Mutation("cpu_kernels.c", "                score[g][p] *= scale_of(here.v_scale, p);\n", "", "tests/test_kv_cache.py"),
+    "c-truncates-to-int8": Mutation("cpu_cache.h", "(cell)floorf(f + 0.5f)", "(cell)floorf(f)", "tests/test_kv_cache.py"),
+    "c-fp8-rounds-ties-up": Mutation("cpu_cache.h", "+ 0x7ffff + ((bits >> 20) & 1)", "+ 0x80000", "tests/test_kv_cache.py"),
+    "c-nan-becomes-a-number": Mutation("cpu_cache.h", "is_finite &= size <= FLT_MAX;", "is_finite &= 1;", "tests/test_kv_cache.py"),
     "c-no-shrink": Mutation("cpu_kernels.c", "            for (int d = 0; d < D; d++) out[g][d] *= shrink;\n", "", "tests/test_cpu_kernels.py"),
     "c-window": Mutation("cpu_kernels.c", "int first = b * P < start ? start - b * P : 0,", "int first = 0,", "tests/test_cpu_kernels.py"),
     "c-slot-minus-one": Mutation("cpu_kernels.c", "        if (slot_T[t] < 0) continue;\n", "", "tests/test_cpu_kernels.py"),
@@ -111,7 +115,7 @@ MUTATIONS = {
     "gate-and-up-not-in-turns": Mutation("model.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/test_cpu_tiles.py"),
     "prefill-sees-the-future": Mutation("cpu_prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/test_cpu_tiles.py"),
     "prefill-no-shrink": Mutation("cpu_prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/test_cpu_tiles.py"),
-    "prefill-reads-the-tail": Mutation("cpu_prefill.c", "is_real = position < end;", "is_real = 1;", "tests/test_cpu_tiles.py"),
+    "prefill-reads-the-tail": Mutation("cpu_prefill.c", "            if (position >= end) continue;\n", "", "tests/test_cpu_tiles.py"),
     # ---- families of models
     "experts-are-not-unsorted": Mutation("mixture_of_experts.py", "        unsorted_ME[order_M] = rows_ME\n", "        unsorted_ME[:] = rows_ME\n", "tests/test_experts.py"),
     "experts-a-tile-too-far": Mutation("grouped_matmul_kernel.py", "right=True)", "right=False)", "tests/test_experts.py"),

@@ -8,13 +8,21 @@ SmolLM2 (test_smollm2.py); the machine code is read in test_compiled_kernels.py.
 import pytest
 import torch
 
-from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
+from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams, cpu_kernels
 from nanobatch import fused_kernels as twins
 from nanobatch.attention import paged_attention
 from nanobatch.batch import Row, pack
 from nanobatch.config import cdiv
 from nanobatch.cost_model import GPUS, CostModel
-from nanobatch.kv_cache import LARGEST, dequantize, new_cache, quantize, resolve_cache_dtype
+from nanobatch.cpu_library import compiler
+from nanobatch.kv_cache import (
+    LARGEST,
+    as_bytes,
+    dequantize,
+    new_cache,
+    quantize,
+    resolve_cache_dtype,
+)
 from nanobatch.loader import load
 from nanobatch.model_runner import ModelRunner, bytes_per_block
 from nanobatch.shapes import MODEL_SHAPES
@@ -143,13 +151,75 @@ def test_num_blocks_from_memory(monkeypatch):
 @formats
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 80), (4, 64)])
-def test_torch_attends_to_what_the_cache_holds(group, head_dim, window, dtype):
+def test_torch_and_c_attend_to_what_the_cache_holds(group, head_dim, window, dtype):
     q_THD, cache, batch = written_case(dtype, G=group, D=head_dim)
-    found = paged_attention(
-        q_THD, *cache[:2], batch, sliding_window=window, **how(q_THD, cache)
-    )
     wanted = oracle(q_THD, cache, batch, window)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+    for backend in ("torch", "c") if compiler() else ("torch",):
+        found = paged_attention(
+            q_THD,
+            *cache[:2],
+            batch,
+            backend=backend,
+            sliding_window=window,
+            **how(q_THD, cache),
+        )
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+
+
+@formats
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 96), (4, 64), (8, 128)])
+def test_c_attends_in_bfloat16_as_torch_does(group, head_dim, window, dtype):
+    """Decodes, and on a CPU with tiles prompts and chunks too."""
+    q_THD, cache, batch = written_case(
+        dtype, G=group, D=head_dim, model_dtype=torch.bfloat16, lens=[*LENS, (40, 300)]
+    )
+    assert cpu_kernels.paged_attention(q_THD, cache[0]) is not None
+    assert (cpu_kernels.paged_prefill(q_THD, cache[0]) is not None) == cpu_kernels.has_amx()
+    found, wanted = (
+        paged_attention(
+            q_THD,
+            *cache[:2],
+            batch,
+            backend=backend,
+            sliding_window=window,
+            **how(q_THD, cache),
+        )
+        for backend in ("c", "torch")
+    )
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+
+
+@formats
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_c_writes_the_very_bits_that_torch_does(model_dtype, dtype, monkeypatch):
+    T, H, K, D, P, N = 300, 3, 2, 80, 4, 90
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(T, H + 2 * K, D, generator=generator)
+    qkv *= torch.logspace(-32, 32, T).view(-1, 1, 1)
+    qkv[4] = 0
+    q, k, v = qkv.to(model_dtype).split([H, K, K], dim=1)
+    v[5, 1, 7], k[6, 0, 3] = torch.nan, torch.inf
+    angles = torch.randn(T, D // 2, generator=generator)
+    slots = torch.randperm(N * P, generator=generator)[:T]
+    slots[7] = -1
+    caches = []
+    for _ in range(2):
+        cache = new_cache((N, K, P, D), dtype, torch.device("cpu"))
+        poison(cache)
+        twins.rope_and_write(q, k, v, angles.cos(), angles.sin(), *cache[:2], slots, *cache[2:])
+        caches.append(cache)
+        monkeypatch.setattr(cpu_kernels, "rope_and_write", lambda *x: None)
+    for part in (0, 1):
+        found, wanted = (dequantize(c[part], c[part + 2], torch.float32) for c in caches)
+        is_number = wanted.isfinite()
+        assert torch.equal(found.isfinite(), is_number)
+        is_row = is_number.all(dim=-1)
+        assert (~is_row).sum() == N * P * K - (T - 1) * K + 1  # not written, or the NaN or inf
+        for x, y in zip(caches[0][part::2], caches[1][part::2], strict=True):
+            assert torch.equal(as_bytes(x)[is_row], as_bytes(y)[is_row])
 
 
 def test_scales_must_be_there_and_fit():
