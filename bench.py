@@ -29,8 +29,8 @@ The rungs, each on the identical requests, which arrive at once unless --request
 
 Before any speed is printed, all rungs must have produced the same greedy tokens. Every rung is
 warmed up; rungs take turns over the repeats; the table shows medians. (16-bit formats round
-differently at each size of a batch, and a paged cache in 8 bits is another cache: there the
-table says how many outputs agree.) Flags and JSON keys follow `vllm bench`.
+differently at each size of a batch, and so may keys and values in 8 bits: there the table says
+how many outputs agree.) Flags and JSON keys follow `vllm bench`.
 """
 
 from __future__ import annotations
@@ -611,7 +611,7 @@ def bench_engine(args, device: torch.device, ranks: Ranks) -> dict:
     config = engine_config(args, tensor_parallel_size=ranks.size)
     rounding = None if dtype == torch.float32 else "16-bit numbers"
     if config.kv_cache_dtype != "auto":
-        rounding = f"paged caches in {config.kv_cache_dtype}, those of static batches are not"
+        rounding = f"a hair's breadth decides how {config.kv_cache_dtype} rounds"
     rungs = make_ladder(model, longest_of(items), config)
     for rung in rungs.values():
         few = items[: args.max_num_seqs]

@@ -4,6 +4,8 @@
     trial       a random crowd through the engine, with any block size, budget, slots, pool,
                 chunking, prefix cache, policy, admission, preemption, batching, drafts, backend
 
+    both        with one number format of the cache, that of the trial
+
 What is compared: greedy tokens, seeded samples, log-probabilities, finish reasons; and that all
 blocks are free again. A token that a little noise on the logits changes (two best ones side by
 side, a draw at the edge between two tokens) hangs on rounding: from there on an output proves
@@ -36,6 +38,7 @@ from nanobatch.config import (
 )
 from nanobatch.engine import LLMEngine
 from nanobatch.fused_kernels import HAS_TRITON
+from nanobatch.kv_cache import FP8_CAPABILITY
 from nanobatch.model import Decoder
 from nanobatch.model_runner import ModelRunner
 from nanobatch.replica import VirtualClock
@@ -44,8 +47,10 @@ from nanobatch.sampler import Sampled, SamplingRow, sample
 from nanobatch.static_batching import PaddedAttend
 
 NOISE = 1e-3  # on the logits; many times what two orders of float32 sums differ by
+# The same, where the last bit of a sum decides how a key is rounded to 8 bits.
+NOISE_8 = {torch.int8: 5e-2, torch.float8_e4m3fn: 2e-1}
 NUM_NOISY = 8
-LOGPROB_TOLERANCE = 1e-2
+TOLERANCE = 10  # times the noise, of log-probabilities
 LONGEST = 96  # tokens of a request, prompt and output
 Ask = tuple[tuple[int, ...], SamplingParams]
 
@@ -74,12 +79,17 @@ class Alone(NamedTuple):
     is_tie: list[bool]
 
 
-def make_noise(vocab_size: int, seed: int = 0) -> Tensor:
-    """float32 [X, V] to lay on a row of logits: none in the first two, else some 1e-3."""
+def make_noise(vocab_size: int, seed: int = 0, size: float = NOISE) -> Tensor:
+    """float32 [X, V] to lay on a row of logits: none in the first two, else of that size."""
     generator = torch.Generator().manual_seed(seed)
-    noise_XV = NOISE * torch.randn(NUM_NOISY, vocab_size, generator=generator)
+    noise_XV = size * torch.randn(NUM_NOISY, vocab_size, generator=generator)
     noise_XV[:2] = 0
     return noise_XV
+
+
+def noise_of(cache_dtype: torch.dtype) -> float:
+    """How much logits may differ that should be the same."""
+    return NOISE_8.get(cache_dtype, NOISE)
 
 
 def choose(logits_1V: Tensor, row: SamplingRow, noise_XV: Tensor) -> tuple[Sampled, bool]:
@@ -102,8 +112,8 @@ class Differential:
         self.model = model
         self.rng = random.Random(seed)
         self.report = Report()
-        self._alone: dict[Ask, Alone] = {}
-        self._noise_XV = make_noise(model.config.vocab_size, seed).to(model.embed.weight.device)
+        self._alone: dict[tuple[Ask, torch.dtype], Alone] = {}
+        self._device = model.embed.weight.device
 
     def run(self, seconds: float, say: Callable[[str], None] = print) -> Report:
         """Try for so long; say what is wrong as soon as it is found."""
@@ -120,7 +130,7 @@ class Differential:
         faults = [
             f"{fault}\n    prompt {list(ask[0])}\n    {ask[1]}\n    {config}"
             for ask, output in zip(asks, outputs, strict=True)
-            if (fault := self._difference(ask, output)) is not None
+            if (fault := self._difference(ask, output, engine.runner.cache_dtype)) is not None
         ]
         allocator = engine.scheduler.allocator
         if allocator.num_free_blocks != allocator.num_blocks:
@@ -153,6 +163,7 @@ class Differential:
             "enable_chunked_prefill": rng.random() < 0.7,
             "cuda_graphs": rng.random() < 0.7,
             "attention_backend": rng.choice(self._backends()),
+            "kv_cache_dtype": rng.choice(self._cache_dtypes()),
         }
         self.report.seen.update(f"{name} {value}" for name, value in chosen.items())
         budget = rng.randint(slots, 64) if chosen["enable_chunked_prefill"] else LONGEST
@@ -173,6 +184,12 @@ class Differential:
         if self.model.embed.weight.is_cuda:
             return ["torch", "triton"] if HAS_TRITON else ["torch"]
         return ["torch", "c"] if cpu_library.compiler() else ["torch"]
+
+    def _cache_dtypes(self) -> list[str]:
+        is_old = self.model.embed.weight.is_cuda and (
+            torch.cuda.get_device_capability(self._device) < FP8_CAPABILITY
+        )
+        return ["auto", "auto", "int8"] + ([] if is_old else ["fp8"])
 
     def _draw_asks(self) -> list[Ask]:
         rng, vocab_size = self.rng, self.model.config.vocab_size
@@ -212,13 +229,15 @@ class Differential:
         return [done[str(i)] for i in range(len(asks))], engine
 
     @torch.inference_mode()
-    def _reference(self, ask: Ask) -> Alone:
+    def _reference(self, ask: Ask, cache_dtype: torch.dtype) -> Alone:
         """The request alone, over a dense cache (static_batching.PaddedAttend, one row)."""
-        if ask in self._alone:
-            return self._alone[ask]
+        if (ask, cache_dtype) in self._alone:
+            return self._alone[ask, cache_dtype]
+        noise_XV = make_noise(self.model.vocab_size, size=noise_of(cache_dtype))
         (prompt, params), alone = ask, Alone([], [], [])
         num_output = min(params.max_tokens, LONGEST - len(prompt))
-        attend = PaddedAttend(self.model, [len(prompt)], len(prompt) + num_output)
+        longest = len(prompt) + num_output
+        attend = PaddedAttend(self.model, [len(prompt)], longest, cache_dtype)
         ids = list(prompt)
         while len(alone.token_ids) < num_output:
             positions_T = attend.advance(len(ids))
@@ -226,17 +245,19 @@ class Differential:
             hidden_TE = self.model(ids_T, positions_T, attend)
             row = SamplingRow(params, prompt, alone.token_ids, (), params.seed)
             logits_1V = self.model.logits(hidden_TE[-1:])
-            sampled, is_tie = choose(logits_1V, row, self._noise_XV)
+            sampled, is_tie = choose(logits_1V, row, noise_XV.to(self._device))
             alone.token_ids.append(sampled.token_id)
             alone.logprobs.append(sampled.logprobs)
             alone.is_tie.append(is_tie)
             ids = [sampled.token_id]
-        self._alone[ask] = alone
+        self._alone[ask, cache_dtype] = alone
         return alone
 
-    def _difference(self, ask: Ask, found: RequestOutput) -> str | None:
+    def _difference(
+        self, ask: Ask, found: RequestOutput, cache_dtype: torch.dtype
+    ) -> str | None:
         """What is wrong with an output, in a line; None if nothing is."""
-        wanted = self._reference(ask)
+        wanted = self._reference(ask, cache_dtype)
         if found.finish_reason != "length" or len(found.token_ids) != len(wanted.token_ids):
             return f"it ends by {found.finish_reason!r} after {len(found.token_ids)} tokens"
         for i, (a, b) in enumerate(zip(found.token_ids, wanted.token_ids, strict=True)):
@@ -246,6 +267,6 @@ class Differential:
                 return f"token {i} is {a}, alone {b}; of {found.token_ids}, {wanted.token_ids}"
             alone = wanted.logprobs[i]
             gap = max(abs(found.logprobs[i][t] - alone[t]) for t in alone.keys() & {a})
-            if gap > LOGPROB_TOLERANCE:
+            if gap > TOLERANCE * noise_of(cache_dtype):
                 return f"log-probability of token {i} differs by {gap:.3g}"
         return None

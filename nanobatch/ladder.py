@@ -97,7 +97,9 @@ def run_static(
         tokens: list[list[int]] = [[] for _ in batch]
         prompts = [i.prompt_token_ids for i in batch]
         steps = [(0, len(prompt)) for prompt in prompts]
-        for emitted in run_static_batch(model, prompts, [i.num_output_tokens for i in batch]):
+        max_tokens = [i.num_output_tokens for i in batch]
+        how = {"cache_dtype": runner.cache_dtype}
+        for emitted in run_static_batch(model, prompts, max_tokens, **how):
             now = clock.now() - start
             num_turns += len(emitted)
             itl.step([f"{first + row}" for row in emitted], now)

@@ -24,6 +24,7 @@ from torch import Tensor
 from nanobatch.attention import AttentionArgs, masked_attention
 from nanobatch.attention_masks import padded_mask
 from nanobatch.fused_kernels import apply_rope
+from nanobatch.kv_cache import LARGEST, dequantize, quantize
 from nanobatch.model import Decoder
 
 
@@ -34,9 +35,17 @@ class PaddedAttend:
         model: whose shape the cache takes.
         prompt_lens: tokens of each prompt.
         max_len: positions of a row, padding included.
+        cache_dtype: of a paged cache to agree with: if it is in 8 bits, keys and values are
+            rounded as they are there (kv_cache.py), and kept in the model's format.
     """
 
-    def __init__(self, model: Decoder, prompt_lens: Sequence[int], max_len: int):
+    def __init__(
+        self,
+        model: Decoder,
+        prompt_lens: Sequence[int],
+        max_len: int,
+        cache_dtype: torch.dtype | None = None,
+    ):
         config, weight = model.config, model.embed.weight
         shape = (len(prompt_lens), config.num_kv_heads, max_len, config.head_dim)
         self.caches = [
@@ -44,7 +53,7 @@ class PaddedAttend:
         ]
         # Row s starts with this many pads; its real positions count from there.
         self.num_pads_S = max(prompt_lens) - torch.tensor(prompt_lens, device=weight.device)
-        self.max_len = max_len
+        self.max_len, self.cache_dtype = max_len, cache_dtype
         self.start = self.end = 0  # columns that this step writes
         self._masks: dict[int | None, Tensor] = {}  # by window, for all columns
 
@@ -66,6 +75,9 @@ class PaddedAttend:
     ) -> Tensor:
         rows = (len(self.num_pads_S), -1)
         q_THD, k_TKD = apply_rope(q_THD, cos_TR, sin_TR), apply_rope(k_TKD, cos_TR, sin_TR)
+        if self.cache_dtype in LARGEST:
+            kept = (quantize(x_TKD, self.cache_dtype) for x_TKD in (k_TKD, v_TKD))
+            k_TKD, v_TKD = (dequantize(*numbers, q_THD.dtype) for numbers in kept)
         k_SKLD, v_SKLD = self.caches[layer]
         k_SKLD[:, :, self.start : self.end] = k_TKD.unflatten(0, rows).transpose(1, 2)
         v_SKLD[:, :, self.start : self.end] = v_TKD.unflatten(0, rows).transpose(1, 2)
@@ -93,6 +105,7 @@ def run_static_batch(
     prompts: Sequence[Sequence[int]],
     max_tokens: Sequence[int],
     stop_token_ids: Collection[int] = (),
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[dict[int, int]]:
     """Run one static batch greedily; yields after each step.
 
@@ -101,6 +114,7 @@ def run_static_batch(
         prompts: token ids, at least one each.
         max_tokens: most output tokens of each.
         stop_token_ids: tokens that end a row; a stop token counts as output.
+        cache_dtype: see PaddedAttend.
 
     Yields:
         {row: token} for the rows that were still alive in this step. The other rows were
@@ -108,7 +122,7 @@ def run_static_batch(
     """
     prompt_lens = [len(p) for p in prompts]
     longest = max(prompt_lens)
-    attend = PaddedAttend(model, prompt_lens, longest + max(max_tokens) - 1)
+    attend = PaddedAttend(model, prompt_lens, longest + max(max_tokens) - 1, cache_dtype)
     padded = [[0] * (longest - len(p)) + list(p) for p in prompts]
     input_ids_ST = torch.tensor(padded, device=model.embed.weight.device)
     alive = dict(enumerate(max_tokens))  # row -> tokens it may still emit

@@ -25,7 +25,7 @@ def test_random_trials_show_no_difference(model):
     assert report.faults == []
     assert report.trials == 60 and report.requests > 100 and report.tokens > 500
     happened = ("preemptions", "swapped blocks", "prefix hits", "accepted drafts")
-    for what in (*happened, "batching static"):
+    for what in (*happened, "batching static", "kv_cache_dtype int8", "kv_cache_dtype fp8"):
         assert report.seen[what] > 0, what
 
 
@@ -86,7 +86,7 @@ def test_bench_check_says_what_it_tried(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "no differences from each request alone" in printed
     assert "preemption swap: " in printed and "prefix hits: " in printed
-    monkeypatch.setattr(Differential, "_difference", lambda self, ask, found: "it is wrong")
+    monkeypatch.setattr(Differential, "_difference", lambda self, *of_it: "it is wrong")
     with pytest.raises(SystemExit) as end:
         bench.main(["--check", "0.2"])
     assert end.value.code == 1 and "it is wrong" in capsys.readouterr().out
