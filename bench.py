@@ -300,6 +300,12 @@ def _settle(args: argparse.Namespace) -> None:
             f"--tensor-parallel-size is {args.tensor_parallel_size}; only the ladder and "
             "--simulate take more than 1"
         )
+    is_given = args.kv_cache_dtype != "auto" or args.attention_backend != "auto"
+    if is_given and (args.kernels or args.host or args.baseline or args.check is not None):
+        raise ValueError(
+            f"--kv-cache-dtype is {args.kv_cache_dtype}, --attention-backend "
+            f"{args.attention_backend}; only the ladder, --simulate and --speculative take them"
+        )
     if args.simulate and args.simulate.count("@") != 1:
         raise ValueError(f"--simulate is {args.simulate}; it must be MODEL@GPU")
 
@@ -585,7 +591,8 @@ def bench_speculative(args, device: torch.device) -> dict:
         cells += (f"{g.tokens_per_step:.2f}", f"{g.num_draft_tokens}")
         cells += (f"{g.acceptance_rate:.0%}", f"{g.same:.0%}")
         print(f"{g.prompt:14}" + "".join(f"{cell:>15}" for cell in cells))
-    if dtype == torch.float32 and any(g.same < 1 for g in gains):
+    is_exact = dtype == torch.float32 and args.kv_cache_dtype == "auto"
+    if is_exact and any(g.same < 1 for g in gains):
         sys.exit("With drafts the greedy tokens are others: that is wrong, in float32.")
     return {"machine": machine, "args": args_of(args), "gains": [g._asdict() for g in gains]}
 

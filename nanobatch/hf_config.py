@@ -13,6 +13,7 @@ Source: the configuration classes of Hugging Face transformers, versions 4 and 5
 from __future__ import annotations
 
 from nanobatch.config import (
+    check_choice,
     check_float,
     check_int,
     check_token_ids,
@@ -36,7 +37,7 @@ from nanobatch.families import (
     flag,
 )
 from nanobatch.model_config import MAX_LAYERS, ModelConfig
-from nanobatch.rope_scaling import scaling_fields
+from nanobatch.rope_scaling import LEAST, scaling_fields
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -65,7 +66,7 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
     attention_bias = flag(raw, "attention_bias")
     rope = _rope(raw, architecture)
     theta = rope["rope_theta"]
-    check_float("rope_theta", theta, 0.0, open_low=True)
+    check_float("rope_theta", theta, LEAST)
     rotary_dim = _rotary_dim(raw, rope, architecture, head_dim)
     eps_name = "norm_epsilon" if architecture == STARCODER2 else "rms_norm_eps"
     eps = raw.get(eps_name, 1e-6)
@@ -146,20 +147,21 @@ def _full_attention_layers(raw: dict, architecture: str, num_layers: int) -> fro
 
 
 def _rope(raw: dict, architecture: str) -> dict:
-    """All of RoPE in one dict. Version 5 has it in rope_parameters, version 4 in two places.
-    Of Gemma 3 it is that of the layers without a window; local_rope_theta is the others'."""
-    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = raw.get(name)
-    rope = {} if rope is None else rope
-    if not isinstance(rope, dict):
-        raise ValueError(f"{name} is {rope!r}; it must be an object")
+    """All of RoPE in one dict. Version 5 has it in rope_parameters, version 4 in two places
+    (and if it is there, it counts). Of Gemma 3 it is that of the layers without a window;
+    local_rope_theta is the others'."""
+    has_old = raw.get("rope_scaling") not in (None, {})
+    name = "rope_scaling" if has_old else "rope_parameters"
+    rope = _object(raw, name)
     local = {}
     if architecture == GEMMA3:
-        local = {"local_rope_theta": raw.get("rope_local_base_freq", 10000.0)}
-        if isinstance(rope.get("sliding_attention"), dict):
-            local["local_rope_theta"] = rope["sliding_attention"].get("rope_theta")
-            rope = rope.get("full_attention", {})
-        check_float("local_rope_theta", local["local_rope_theta"], 0.0, open_low=True)
+        of_windows = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)}
+        if rope.get("sliding_attention") is not None:
+            of_windows = _object(rope, "sliding_attention")
+            rope = _object(rope, "full_attention")
+        check_choice("rope_type", of_windows.get("rope_type", "default"), ("default",))
+        local = {"local_rope_theta": of_windows.get("rope_theta")}
+        check_float("local_rope_theta", local["local_rope_theta"], LEAST)
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise ValueError(
@@ -169,12 +171,22 @@ def _rope(raw: dict, architecture: str) -> dict:
     more = {}
     if architecture == PHI3:
         rope_type = "longrope" if rope_type in ("su", "yarn") else rope_type  # its old names
+        # transformers takes 4,096 even where RoPE's own dict says something else.
         more = {"original_max_position_embeddings": 4096}
     default = 1000000.0 if architecture in (GEMMA3, MIXTRAL) else 10000.0
     more |= {"rope_theta": raw.get("rope_theta", default)}
     given = raw.get("original_max_position_embeddings")
     old_context = {} if given is None else {"original_max_position_embeddings": given}
     return more | rope | {"rope_type": rope_type} | local | old_context
+
+
+def _object(raw: dict, name: str) -> dict:
+    """A field that is an object; an empty one where it is missing."""
+    value = raw.get(name)
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r}; it must be an object")
+    return value
 
 
 def _rotary_dim(raw: dict, rope: dict, architecture: str, head_dim: int) -> int | None:

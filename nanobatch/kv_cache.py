@@ -14,8 +14,10 @@ relative 2**-4 (e4m3). bfloat16 and not float16, since a scale may be anything a
     in 8 bits           (k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP)
 
 Always holds: what is stored for a token depends on that token alone, so that batch mates,
-chunks and preemption change nothing (invariant 12). A row with a NaN or an infinity is read
-as numbers that are not finite (invariant 15); so is a slot whose scale is NaN.
+chunks and preemption change nothing (invariant 12), but where a number lies so close to the
+middle between two of the format that the order of a sum decides: a logit may then move by some
+hundredths, and a token that was a close call. A row with a NaN or an infinity is read as
+numbers that are not finite (invariant 15); so is a slot whose scale is NaN.
 
 Triton's kernels and C's multiply what their products give by the scales; torch multiplies what
 it gathers, and C what it packs for prompts. SmolLM2's perplexity moves by 0.4% with int8 and by

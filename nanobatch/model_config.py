@@ -180,12 +180,12 @@ class ModelConfig:
     def for_context(self, max_model_len: int | None) -> ModelConfig:
         """The model for sequences of at most so many tokens (None: all that it was made for):
         itself, or what a longrope model is where its short divisors do."""
-        is_short = max_model_len is not None and max_model_len <= (self.short_context or 0)
-        if not is_short:
+        longest, short = self.max_position_embeddings, self.short_context
+        if short is None or (longest if max_model_len is None else max_model_len) > short:
             return self
         return replace(
             self, rope_divisors=self.short_rope_divisors, short_rope_divisors=None,
-            max_position_embeddings=self.short_context, short_context=None,
+            max_position_embeddings=min(longest, short), short_context=None,
         )  # fmt: skip
 
     def window(self, layer: int) -> int | None:

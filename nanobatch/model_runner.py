@@ -182,10 +182,13 @@ class ModelRunner:
         try:
             with self.ranks.together():
                 return [new_cache(shape, self.cache_dtype, device) for shape in shapes]
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # a CPU's says so only in its text
+            is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
+            if not is_memory:
+                raise
             raise ValueError(
-                f"num_blocks is {num_blocks}; {num_blocks * size / GIB:.1f} GiB of cache do "
-                "not fit into the GPU beside the weights: lower it, or leave it None"
+                f"{name} is {num_blocks}; {num_blocks * size / GIB:.1f} GiB of cache do not "
+                "fit into memory beside the weights: lower it, or leave it None"
             ) from None
 
     @torch.inference_mode()

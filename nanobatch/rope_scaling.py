@@ -13,8 +13,8 @@ frequency i is divided by divisors[i].
 yarn and longrope multiply cos and sin by attention_factor, thus scores by its square.
 
 A cached key is turned once, so that one list holds for all that an engine serves: longrope's
-for the old context if max_model_len is no longer, else the other (vLLM's rule; transformers
-looks at each sequence's length, and computes its keys anew when it grows past).
+for the old context if no sequence may be longer (max_model_len), else the other. (vLLM's rule;
+transformers looks at each sequence's length, and computes its keys anew when it grows.)
 
 Sources: Chen et al., 2023 (linear); Llama 3.1; YaRN (Peng et al., 2023); LongRoPE (Ding et
 al., 2024); transformers' modeling_rope_utils.py, the oracle in the tests.
@@ -29,6 +29,7 @@ from nanobatch.config import check_bool, check_choice, check_float, check_int
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_CONTEXT = 2**31 - 1
+LEAST = 1e-6  # of what frequencies are made of: less is a mistake, and gives infinite ones
 
 
 def scaling_fields(rope: Mapping, dim: int, max_position: int) -> dict:
@@ -87,7 +88,7 @@ def _kept_by_turns(rope: Mapping, dim: int, old_context: int) -> list[float]:
     ends = []
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         num_turns = _positive(rope, name, default)
-        check_float(name, num_turns, 1e-6, 1e6)
+        check_float(name, num_turns, LEAST, 1e6)
         shortest = old_context / (num_turns * 2 * math.pi)
         ends.append(dim * math.log(shortest) / (2 * math.log(rope["rope_theta"])))
     is_whole = rope.get("truncate", True)
@@ -126,7 +127,7 @@ def _divisors(rope: Mapping, name: str, dim: int) -> tuple[float, ...]:
     if not isinstance(given, (list, tuple)) or len(given) != dim // 2:
         raise ValueError(f"{name} is {given!r}; it must be a list of {dim // 2} numbers")
     for divisor in given:
-        check_float(name, divisor, 0.0, open_low=True)
+        check_float(name, divisor, LEAST)
     return tuple(float(divisor) for divisor in given)
 
 
@@ -141,7 +142,7 @@ def _old_context(rope: Mapping, max_position: int) -> int:
 def _positive(rope: Mapping, name: str, default: float | None = None) -> float:
     value = rope.get(name)
     value = default if value is None else value
-    check_float(name, value, 0.0, open_low=True)
+    check_float(name, value, LEAST)
     return float(value)
 
 

@@ -120,7 +120,7 @@ MUTATIONS = {
     "experts-are-not-unsorted": Mutation("mixture_of_experts.py", "        unsorted_ME[order_M] = rows_ME\n", "        unsorted_ME[:] = rows_ME\n", "tests/test_experts.py"),
     "experts-a-tile-too-far": Mutation("grouped_matmul_kernel.py", "right=True)", "right=False)", "tests/test_experts.py"),
     "gemma-norms-as-they-are": Mutation("families.py", "        \"norm_offset\": 1.0,\n", "", "tests/test_models.py"),
-    "longrope-one-off": Mutation("model_config.py", "max_model_len <= (self.short_context or 0)", "max_model_len < (self.short_context or 0)", "tests/test_models.py"),
+    "longrope-one-off": Mutation("model_config.py", "else max_model_len) > short:", "else max_model_len) >= short:", "tests/test_models.py"),
     "unturned-pairs-grow": Mutation("model.py", "cos_TR[:, : self.config.num_turned // 2] *= factor", "cos_TR *= factor", "tests/test_models.py"),
     "yarn-keeps-the-slow": Mutation("rope_scaling.py", "return [1 - _between_0_and_1(", "return [_between_0_and_1(", "tests/test_models.py"),
     "rope-pairs-not-reordered": Mutation("weight_names.py", "    head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]\n", "    head = list(range(D))\n", "tests/test_models.py"),

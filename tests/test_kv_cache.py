@@ -136,6 +136,13 @@ def test_a_pool_holds_nearly_twice_the_tokens():
     assert narrow.seconds(1, 10_000, 10_000, 1) < wide.seconds(1, 10_000, 10_000, 1)
 
 
+def test_a_pool_that_does_not_fit_is_refused_by_name():
+    huge = {"max_model_len": 64, "block_size": 10**9, "num_blocks": 1}
+    for name in ("auto", "int8"):
+        with pytest.raises(ValueError, match="num_blocks is 1; .*(beside|it must be)"):
+            LLM("tiny", dtype="float32", kv_cache_dtype=name, **huge)
+
+
 def test_num_blocks_from_memory(monkeypatch):
     monkeypatch.setattr("nanobatch.model_runner.CPU_CACHE_BYTES", 2**20)
     blocks = {

@@ -356,12 +356,44 @@ def test_a_field_that_is_absurd(checkpoint, field, value):
         (LONGROPE | {"short_factor": [0.0] * 99}, "short_factor"),
         (LONGROPE | {"short_factor": 3}, "short_factor"),
         (LONGROPE | {"attention_factor": float("inf")}, "attention_factor"),
+        (LONGROPE | {"long_factor": [1e-60] * (D // 2)}, "long_factor"),
+        (YARN_ROPE | {"factor": 1e-320}, "factor"),
+        ({"rope_type": "default", "rope_theta": 1e-320}, "rope_theta"),
     ],
     ids=lambda x: str(x)[:40],
 )
 def test_a_rope_that_is_not_supported_or_absurd(checkpoint, key, rope, culprit):
     configure(checkpoint, **{key: rope})
     assert culprit in fault_in(checkpoint / "config.json", checkpoint)
+
+
+def test_rope_scaling_counts_where_it_is_there():
+    """As in transformers 5, which writes rope_parameters and takes both."""
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    for other in ({}, None, {"rope_type": "default", "rope_theta": 5.0}):
+        config = model_config(CONFIG | scaled | {"rope_parameters": other}, {})
+        assert config.rope_divisors == (8.0,) * (D // 2)
+    for wrong in ("yarn", 5, [1.0], []):
+        with pytest.raises(ValueError, match="rope_scaling"):
+            model_config(CONFIG | {"rope_scaling": wrong, "rope_parameters": {}}, {})
+
+
+@pytest.mark.parametrize(
+    "rope, culprit",
+    [
+        ({"sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
+         "rope_type is 'linear'"),
+        ({"sliding_attention": {"rope_theta": 9.0}, "full_attention": "x"}, "full_attention"),
+        ({"sliding_attention": 5}, "sliding_attention"),
+        ({"sliding_attention": {"rope_type": "default"}}, "local_rope_theta"),
+        ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+    ],
+)  # fmt: skip
+def test_gemma_3_s_rope_of_the_layers_with_a_window(rope, culprit):
+    raw = CONFIG | {"architectures": ["Gemma3ForCausalLM"], "head_dim": D}
+    raw |= {"hidden_activation": "gelu_pytorch_tanh"}
+    with pytest.raises(ValueError, match=culprit):
+        model_config(raw | {"rope_parameters": rope}, {})
 
 
 @pytest.mark.parametrize("rope_type", ["longrope", "su", "yarn"])

@@ -405,6 +405,17 @@ def test_longrope_turns_by_the_longest_sequence_that_there_may_be(max_model_len,
         assert [out.token_ids for out in outs] == wanted
 
 
+def test_longrope_that_was_stretched_over_nothing_is_short(tmp_path):
+    """The old context is all that there is: no sequence is longer, whatever max_model_len."""
+    settings = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}
+    model = random_model("phi4-mini", **settings)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint("longrope", model, tmp_path, random_prompts())
+    assert_logits_close(
+        paged_logits(decoder_of(checkpoint.load()), checkpoint.prompts), checkpoint.logits()
+    )
+
+
 def test_yarn_s_context_is_the_old_one_times_its_factor(tmp_path):
     checkpoint = save("qwen2-yarn", tmp_path)
     edit_config(tmp_path, lambda config: config.update(max_position_embeddings=16))
