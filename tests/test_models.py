@@ -49,6 +49,7 @@ gguf = pytest.importorskip("gguf")
 VOCAB_SIZE = 200
 PROMPT_LENS = (23, 1, 9, 16)
 NUM_NEW_TOKENS = 12
+CHUNKS = (1, 2, 3, 5, 8)
 ATOL = 1e-4
 
 # Waves of up to 8 tokens are kept, those beyond 32 stretched: both happen in these prompts.
@@ -288,7 +289,7 @@ def assert_logits_close(found, wanted, atol: float = ATOL, what: str = "") -> No
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_logits_of_every_position_for_every_chunk_size(checkpoint, block_size):
     model, wanted = decoder_of(checkpoint.load()), checkpoint.logits()
-    for chunk in (*range(1, 10), 1000):
+    for chunk in (*CHUNKS, 1000):
         found = paged_logits(model, checkpoint.prompts, chunk, block_size)
         assert_logits_close(found, wanted, what=f"{checkpoint.name}, chunk {chunk},")
 
@@ -314,21 +315,19 @@ def test_greedy_tokens_of_a_ragged_batch(checkpoint):
     assert len({token for tokens in wanted for token in tokens}) > NUM_NEW_TOKENS
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS)
     model = decoder_of(checkpoint.load())
-    for budget in (*range(1, 10), 64):  # the chunk size, while nobody decodes
-        for block_size in (1, 4, 16):
-            config = EngineConfig(
-                max_num_batched_tokens=budget,
-                max_num_seqs=min(budget, 4),
-                block_size=block_size,
-            )
-            runner = ModelRunner(model, config)
-            engine = LLMEngine(runner.config, runner)
-            ids = [engine.add_request(prompt, params) for prompt in checkpoint.prompts]
-            outs = {}
-            while engine.has_unfinished():
-                outs |= {out.request_id: out for out in engine.step()}
-            assert [outs[i].token_ids for i in ids] == wanted, f"{budget=} {block_size=}"
-            assert {out.finish_reason for out in outs.values()} == {"length"}
+    budgets = (*CHUNKS, 64)  # the chunk size, while nobody decodes
+    for budget, block_size in zip(budgets, (1, 4, 16) * 2, strict=True):
+        config = EngineConfig(
+            max_num_batched_tokens=budget, max_num_seqs=min(budget, 4), block_size=block_size
+        )
+        runner = ModelRunner(model, config)
+        engine = LLMEngine(runner.config, runner)
+        ids = [engine.add_request(prompt, params) for prompt in checkpoint.prompts]
+        outs = {}
+        while engine.has_unfinished():
+            outs |= {out.request_id: out for out in engine.step()}
+        assert [outs[i].token_ids for i in ids] == wanted, f"{budget=} {block_size=}"
+        assert {out.finish_reason for out in outs.values()} == {"length"}
 
 
 @pytest.mark.parametrize(
