@@ -294,14 +294,14 @@ def _settle(args: argparse.Namespace) -> None:
     if args.plot is not None and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot is {args.plot}; it must end in .png, .pdf or .svg")
     shares = args.tensor_parallel_size > 1 and not args.simulate
-    others = args.kernels or args.host or args.baseline or args.speculative
-    if shares and (others or args.check is not None):
+    is_other = args.kernels or args.host or args.baseline or args.check is not None
+    if shares and (is_other or args.speculative):
         raise ValueError(
             f"--tensor-parallel-size is {args.tensor_parallel_size}; only the ladder and "
             "--simulate take more than 1"
         )
     is_given = args.kv_cache_dtype != "auto" or args.attention_backend != "auto"
-    if is_given and (args.kernels or args.host or args.baseline or args.check is not None):
+    if is_given and is_other:
         raise ValueError(
             f"--kv-cache-dtype is {args.kv_cache_dtype}, --attention-backend "
             f"{args.attention_backend}; only the ladder, --simulate and --speculative take them"

@@ -1,5 +1,6 @@
 /* What the KV cache holds for the CPU's kernels: cells, elements or numbers of 8 bits with a
-   bfloat16 scale for each row of D (kv_cache.py, whose rounding this is). */
+   bfloat16 scale for each row of D (kv_cache.py, whose rounding, LARGEST and SMALLEST_SCALE
+   these are). */
 
 #pragma once
 #include <float.h>
@@ -10,12 +11,10 @@
 enum { IN_8_BITS = 1 };
 #ifdef CACHE_INT8
 typedef int8_t cell;
-static const float LARGEST = 127;
 static inline float load_cell(cell x) { return x; }
 static inline cell store_cell(float f) { return (cell)floorf(f + 0.5f); }
 #else
 typedef uint8_t cell; /* e4m3: a float's sign, lowest 4 bits of exponent, highest 3 of mantissa */
-static const float LARGEST = 448;
 static inline float load_cell(cell x) {
     uint32_t bits = (uint32_t)(x & 0x80) << 24 | (uint32_t)(x & 0x7f) << 20;
     float f;
@@ -42,7 +41,7 @@ static inline void store_row(const elem *x_D, int d_end, cell *cell_D, uint16_t 
         largest = size > largest ? size : largest;
         is_finite &= size <= FLT_MAX;
     }
-    float smallest = 1e-30f, wanted = largest / LARGEST;
+    float smallest = SMALLEST_SCALE, wanted = largest / LARGEST;
     *scale = is_finite ? to_bf16(wanted > smallest ? wanted : smallest) : 0x7fc0;
     float by = from_bf16(*scale);
     for (int d = 0; d < d_end; d++)

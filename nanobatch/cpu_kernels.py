@@ -37,7 +37,7 @@ import functools
 import torch
 from torch import Tensor
 
-from nanobatch.cpu_library import CACHES, ELEMENTS, Library, build
+from nanobatch.cpu_library import CACHES, ELEMENTS, Library, build, constants_of
 from nanobatch.device import cpu_has
 
 MAX_PREFILL_ROWS = 256  # queries times heads of a piece
@@ -257,7 +257,7 @@ def has_amx() -> bool:
 def _kernels(
     dtype: torch.dtype, cache_dtype: torch.dtype | None = None, **sizes: int
 ) -> CpuKernels | None:
-    file = build("cpu_kernels.c", ELEMENTS[dtype] | CACHES.get(cache_dtype, {}) | sizes)
+    file = build("cpu_kernels.c", constants_of(dtype, cache_dtype) | sizes)
     return None if file is None else CpuKernels(file, dtype, cache_dtype)
 
 
@@ -265,6 +265,6 @@ def _kernels(
 def _tiled(
     kind: type[Library], source: str, cache_dtype: torch.dtype | None = None, **sizes: int
 ) -> Library | None:
-    file = build(source, ELEMENTS[torch.bfloat16] | CACHES.get(cache_dtype, {}) | sizes)
+    file = build(source, constants_of(torch.bfloat16, cache_dtype) | sizes)
     kernels = None if file is None else kind(file, torch.bfloat16, cache_dtype)
     return kernels if kernels is not None and kernels.library.tiles_init() == 0 else None

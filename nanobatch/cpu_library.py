@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from nanobatch.device import cache_directory
+from nanobatch.kv_cache import LARGEST, SMALLEST_SCALE
 
 HERE = Path(__file__).parent
 ELEMENTS = {torch.bfloat16: {"ELEM_BF16": 1}, torch.float32: {}}
-CACHES = {torch.int8: {"CACHE_INT8": 1}, torch.float8_e4m3fn: {"CACHE_FP8": 1}}  # in 8 bits
+CACHES = {torch.int8: "CACHE_INT8", torch.float8_e4m3fn: "CACHE_FP8"}  # in 8 bits
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 # Sums in any order, as vectors need it. Not -ffast-math: NaN must stay NaN (invariant 15).
 FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
@@ -99,7 +100,15 @@ class Library:
         function(*given, torch.get_num_threads())
 
 
-def build(source: str, constants: dict[str, int]) -> Path | None:
+def constants_of(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> dict[str, float]:
+    """What C is told of the number formats of elements and cache."""
+    if cache_dtype not in CACHES:
+        return ELEMENTS[dtype]
+    of_cache = {"LARGEST": LARGEST[cache_dtype], "SMALLEST_SCALE": SMALLEST_SCALE}
+    return ELEMENTS[dtype] | {CACHES[cache_dtype]: 1} | of_cache
+
+
+def build(source: str, constants: dict[str, float]) -> Path | None:
     """Compile, or take what was compiled before; None where that cannot be done."""
     cc = compiler()
     if cc is None:

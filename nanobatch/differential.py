@@ -79,10 +79,10 @@ class Alone(NamedTuple):
     is_tie: list[bool]
 
 
-def make_noise(vocab_size: int, seed: int = 0, size: float = NOISE) -> Tensor:
-    """float32 [X, V] to lay on a row of logits: none in the first two, else of that size."""
+def make_noise(vocab_size: int, seed: int = 0) -> Tensor:
+    """float32 [X, V] to lay on a row of logits: none in the first two, else some 1e-3."""
     generator = torch.Generator().manual_seed(seed)
-    noise_XV = size * torch.randn(NUM_NOISY, vocab_size, generator=generator)
+    noise_XV = NOISE * torch.randn(NUM_NOISY, vocab_size, generator=generator)
     noise_XV[:2] = 0
     return noise_XV
 
@@ -113,7 +113,7 @@ class Differential:
         self.rng = random.Random(seed)
         self.report = Report()
         self._alone: dict[tuple[Ask, torch.dtype], Alone] = {}
-        self._device = model.embed.weight.device
+        self._noise_XV = make_noise(model.config.vocab_size, seed).to(model.embed.weight.device)
 
     def run(self, seconds: float, say: Callable[[str], None] = print) -> Report:
         """Try for so long; say what is wrong as soon as it is found."""
@@ -186,8 +186,9 @@ class Differential:
         return ["torch", "c"] if cpu_library.compiler() else ["torch"]
 
     def _cache_dtypes(self) -> list[str]:
-        is_old = self.model.embed.weight.is_cuda and (
-            torch.cuda.get_device_capability(self._device) < FP8_CAPABILITY
+        weight = self.model.embed.weight
+        is_old = weight.is_cuda and (
+            torch.cuda.get_device_capability(weight.device) < FP8_CAPABILITY
         )
         return ["auto", "auto", "int8"] + ([] if is_old else ["fp8"])
 
@@ -233,7 +234,7 @@ class Differential:
         """The request alone, over a dense cache (static_batching.PaddedAttend, one row)."""
         if (ask, cache_dtype) in self._alone:
             return self._alone[ask, cache_dtype]
-        noise_XV = make_noise(self.model.vocab_size, size=noise_of(cache_dtype))
+        noise_XV = self._noise_XV * (noise_of(cache_dtype) / NOISE)
         (prompt, params), alone = ask, Alone([], [], [])
         num_output = min(params.max_tokens, LONGEST - len(prompt))
         longest = len(prompt) + num_output
@@ -245,7 +246,7 @@ class Differential:
             hidden_TE = self.model(ids_T, positions_T, attend)
             row = SamplingRow(params, prompt, alone.token_ids, (), params.seed)
             logits_1V = self.model.logits(hidden_TE[-1:])
-            sampled, is_tie = choose(logits_1V, row, noise_XV.to(self._device))
+            sampled, is_tie = choose(logits_1V, row, noise_XV)
             alone.token_ids.append(sampled.token_id)
             alone.logprobs.append(sampled.logprobs)
             alone.is_tie.append(is_tie)

@@ -89,10 +89,8 @@ def simulate(
         ValueError: no such model or GPU, a model that does not fit the GPU, a request that can
             never fit.
     """
-    config = EngineConfig() if config is None else config
-    sizes = (tensor_parallel_size, config.block_size, config.kv_cache_dtype)
-    cost_model = make_cost_model(model, gpu, *sizes)
-    replica = Replica(config, cost_model, policy, admission, output_lens, keep_timeline)
+    how = (policy, admission, output_lens, keep_timeline)
+    [replica] = _make_replicas(1, config, model, gpu, tensor_parallel_size, *how)
     serve(requests, [replica], lambda request: 0, progress)
     return replica.result(duration_of([replica]), goodput)
 
@@ -137,13 +135,8 @@ def simulate_replicas(
         ValueError: as in simulate(); no such router, or it names no replica.
     """
     check_int("num_replicas", num_replicas, 1)
-    config = EngineConfig() if config is None else config
-    sizes = (tensor_parallel_size, config.block_size, config.kv_cache_dtype)
-    cost_model = make_cost_model(model, gpu, *sizes)
-    replicas = [
-        Replica(config, cost_model, output_lens=output_lens, keep_timeline=keep_timeline)
-        for _ in range(num_replicas)
-    ]
+    how = (None, None, output_lens, keep_timeline)
+    replicas = _make_replicas(num_replicas, config, model, gpu, tensor_parallel_size, *how)
     chooser = make_router(router) if isinstance(router, str) else router
     serve(requests, replicas, lambda request: chooser.choose(request, replicas), progress)
     duration = duration_of(replicas)
@@ -154,6 +147,21 @@ def simulate_replicas(
     metrics = summarize_all(replicas, duration, goodput) | _shares(replicas, duration)
     metrics |= {"min_busy_share": min(shares), "max_busy_share": max(shares)}
     return ReplicasResult(metrics, results)
+
+
+def _make_replicas(
+    num_replicas: int,
+    config: EngineConfig | None,
+    model: str,
+    gpu: str,
+    tensor_parallel_size: int,
+    *how: object,
+) -> list[Replica]:
+    """Equal engines. how: Replica's arguments from the policy on."""
+    config = EngineConfig() if config is None else config
+    sizes = (tensor_parallel_size, config.block_size, config.kv_cache_dtype)
+    cost_model = make_cost_model(model, gpu, *sizes)
+    return [Replica(config, cost_model, *how) for _ in range(num_replicas)]
 
 
 def _shares(replicas: Sequence[Replica], duration: float) -> dict[str, float]:
