@@ -50,7 +50,16 @@ from pathlib import Path
 import torch
 
 import nanobatch
-from nanobatch.baselines import BASELINES, WORKLOADS, make_workload
+from nanobatch.bench.hardware import GpuUtilization, Hardware, measure_hardware
+from nanobatch.bench.ladder import Run, make_ladder
+from nanobatch.bench.other_engines import BASELINES, WORKLOADS, make_workload
+from nanobatch.bench.workload import (
+    WorkItem,
+    chat_requests,
+    parse_lengths,
+    random_requests,
+    read_trace,
+)
 from nanobatch.config import (
     ADMISSIONS,
     ATTENTION_BACKENDS,
@@ -62,20 +71,11 @@ from nanobatch.config import (
     SPECULATIONS,
     EngineConfig,
 )
-from nanobatch.device import resolve_device, resolve_dtype
-from nanobatch.ladder import Run, make_ladder
-from nanobatch.loader import load
-from nanobatch.machine import GpuUtilization, Machine, measure_machine
+from nanobatch.extensions.tensor_parallel import Ranks, join
 from nanobatch.metrics import GOODPUT_METRICS
-from nanobatch.router import ROUTERS
-from nanobatch.tensor_parallel import Ranks, join
-from nanobatch.workload import (
-    WorkItem,
-    chat_requests,
-    parse_lengths,
-    random_requests,
-    read_trace,
-)
+from nanobatch.models.loader import load
+from nanobatch.simulation.router import ROUTERS
+from nanobatch.utils.device import resolve_device, resolve_dtype
 
 
 def compare_tokens(runs: dict[str, Run], rounding: str | None) -> str:
@@ -244,7 +244,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, help="torch's; by default 1 for a very small model, else all")
     add("--goodput", nargs="+", metavar="NAME:MS", help="limits, such as ttft:200 tpot:50")
     add("--save-json", metavar="FILE")
-    add("--plot", metavar="FILE", help="the table as a figure, and FILE's twin *_timeline")
+    add("--plot", metavar="FILE", help="the table as a figure, and FILE's reference *_timeline")
     args = parser.parse_args(argv)
     try:
         _settle(args)
@@ -420,7 +420,7 @@ def describe_items(items: Sequence[WorkItem], request_rate: float) -> str:
 
 
 def bench_host(args) -> dict:
-    from nanobatch.host_bench import steady_decode
+    from nanobatch.bench.host import steady_decode
 
     torch.set_num_threads(args.threads or 1)
     machine = describe_machine(torch.device("cpu"))
@@ -438,13 +438,13 @@ def bench_host(args) -> dict:
 
 
 def check_engine(args, device: torch.device) -> dict:
-    from nanobatch.differential import Differential
+    from nanobatch.bench.fuzz import Fuzz
 
     torch.set_num_threads(args.threads or 1)
     model = load(args.model, torch.float32, device).model
     machine = describe_machine(device)
     print_heading(f"{args.model}, float32: {args.check:g} s of random trials", machine, None)
-    found = Differential(model, args.seed).run(args.check)
+    found = Fuzz(model, args.seed).run(args.check)
     print(
         f"{found.trials} configurations, {found.requests} requests, {found.tokens} tokens: "
         f"{len(found.faults) or 'no'} differences from each request alone"
@@ -456,7 +456,7 @@ def check_engine(args, device: torch.device) -> dict:
 
 
 def bench_simulated(args) -> dict:
-    from nanobatch.sim_bench import COMPARISONS, run
+    from nanobatch.bench.simulated import COMPARISONS, run
 
     model, gpu = args.simulate.split("@")
     systems: dict[str, dict[str, float]] = {}
@@ -506,7 +506,7 @@ def print_replicas(router: str, replicas: Sequence[dict[str, float]]) -> None:
         print(f"{i:>24}{s['completed']:>10}{busy:>10.0%}{hits:>14.0%}")
 
 
-def print_heading(what: str, machine: dict, most: Machine | None) -> None:
+def print_heading(what: str, machine: dict, most: Hardware | None) -> None:
     print(f"{what}\n" + ", ".join(f"{key} {value}" for key, value in machine.items()))
     if most is not None:
         print(
@@ -516,12 +516,12 @@ def print_heading(what: str, machine: dict, most: Machine | None) -> None:
 
 
 def bench_kernels(args, device: torch.device) -> dict:
-    from nanobatch.kernel_bench import KernelBench, print_lines
+    from nanobatch.bench.kernels import KernelBench, print_lines
 
     if args.threads:
         torch.set_num_threads(args.threads)
     dtype = resolve_dtype(args.dtype, device)
-    most, machine = measure_machine(device, dtype), describe_machine(device)
+    most, machine = measure_hardware(device, dtype), describe_machine(device)
     print_heading(f"kernels, {str(dtype).removeprefix('torch.')}", machine, most)
     with torch.inference_mode():
         lines = print_lines(KernelBench(device, dtype, most).lines())
@@ -533,7 +533,7 @@ def bench_kernels(args, device: torch.device) -> dict:
 
 
 def bench_baselines(args) -> dict:
-    from nanobatch.baseline_bench import compare, table
+    from nanobatch.bench.compare import compare, table
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -559,7 +559,7 @@ def bench_baselines(args) -> dict:
 
 
 def bench_speculative(args, device: torch.device) -> dict:
-    from nanobatch.speculative_bench import PROMPTS, measure
+    from nanobatch.bench.speculative import PROMPTS, measure
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -608,7 +608,7 @@ def bench_engine(args, device: torch.device, ranks: Ranks) -> dict:
     vocab_size = min(256, model.vocab_size)
     items = make_items(args, args.request_rate[0], vocab_size, encode)
     machine = describe_machine(device)
-    most = measure_machine(device, dtype) if device.type == "cuda" else None
+    most = measure_hardware(device, dtype) if device.type == "cuda" else None
     print_heading(
         f"{args.model}, {args.dtype}: {describe_items(items, args.request_rate[0])}, "
         f"{args.max_num_seqs} slots",
@@ -642,7 +642,7 @@ def bench_engine(args, device: torch.device, ranks: Ranks) -> dict:
 
 
 def median_summary(
-    runs: Sequence[Run], machine: Machine | None, goodput: dict[str, float] | None
+    runs: Sequence[Run], machine: Hardware | None, goodput: dict[str, float] | None
 ) -> dict[str, float]:
     summaries = [run.summary(machine, goodput) for run in runs]
     return {key: statistics.median(s[key] for s in summaries) for key in summaries[0]}

@@ -2,9 +2,9 @@
 
 The keys of a sequence lie in blocks all over the cache; its block table says where. They are
 gathered into one contiguous piece and handed to torch's scaled_dot_product_attention, several
-sequences of like length together (sequence_groups.py). On a CPU with a C compiler sequences
-with one query go to cpu_kernels.c instead, which gathers nothing, and with AMX those with
-several, in bfloat16, to cpu_prefill.c; on a GPU all go to Triton.
+sequences of like length together (kernels/gather.py). On a CPU with a C compiler sequences
+with one query go to cpu/kernels.c instead, which gathers nothing, and with AMX those with
+several, in bfloat16, to cpu/prefill.c; on a GPU all go to Triton.
 
 Always holds (invariant 14): what lies in slots past a sequence's end never reaches an
 output. It may be NaN, so a mask on the scores does not suffice (0 * NaN is NaN): the gathered
@@ -25,14 +25,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nanobatch import cpu_kernels, cpu_library
 from nanobatch.attention_masks import causal_mask
 from nanobatch.batch import Batch
-from nanobatch.config import ATTENTION_BACKENDS, check_choice
-from nanobatch.fused_kernels import HAS_TRITON, rope_and_write
-from nanobatch.kv_cache import LARGEST, Cache
-from nanobatch.launch_plan import next_power_of_two
-from nanobatch.sequence_groups import decodes, make_groups, pieces
+from nanobatch.config import ATTENTION_BACKENDS
+from nanobatch.extensions.cpu import kernels as cpu_kernels
+from nanobatch.extensions.cpu import library as cpu_library
+from nanobatch.extensions.quantized_cache import LARGEST, Cache
+from nanobatch.kernels.gather import decodes, make_groups, pieces
+from nanobatch.kernels.ops import HAS_TRITON, rope_and_write
+from nanobatch.utils.arithmetic import next_power_of_two
+from nanobatch.utils.checks import check_choice
 
 
 def masked_attention(
@@ -135,7 +137,7 @@ def paged_attention(
         softcap: see masked_attention.
         backend: see choose_backend.
         k_scale_NKP, v_scale_NKP: of caches in 8 bits, which only their scales make keys and
-            values of (kv_cache.py).
+            values of (extensions/quantized_cache.py).
 
     Returns:
         [T, H, D]; tokens that belong to no sequence get zeros.
@@ -242,7 +244,7 @@ class AttentionArgs(NamedTuple):
 class PagedAttend:
     """What the model calls in each layer: rotate, write to the paged cache, attend.
 
-    caches: one for each layer (kv_cache.py).
+    caches: one for each layer (extensions/quantized_cache.py).
     """
 
     batch: Batch

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanobatch.roofline import keys_seen
+from nanobatch.utils.arithmetic import keys_seen
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

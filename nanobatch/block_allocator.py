@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from nanobatch.config import check_int
+from nanobatch.utils.checks import check_int
 
 
 class OutOfBlocks(Exception):  # noqa: N818 - a condition the scheduler handles, not an error

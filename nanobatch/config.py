@@ -1,4 +1,4 @@
-"""What can be set: the engine's knobs. (The shape of a model is in model_config.py.)
+"""What can be set: the engine's knobs. (The shape of a model is in models/config.py.)
 
 A frozen dataclass that checks itself when built, so that nothing further down has to ask
 again whether a number makes sense. `dataclasses.replace` checks anew.
@@ -6,18 +6,14 @@ again whether a number makes sense. `dataclasses.replace` checks anew.
 Always holds: every field is of its type and in its range, and the fields agree with each
 other. An error names the field, the value and what is allowed.
 
-Also here, because the whole package leans on them: `cdiv`, and the checks (`check_int` and
-its like) that requests use too.
-
 Names follow vLLM's EngineArgs.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from nanobatch.utils.checks import check_bool, check_choice, check_float, check_int
 
 BATCHING = ("continuous", "static")
 POLICIES = ("fcfs", "sjf", "priority")
@@ -29,69 +25,6 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "c")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-SCALE_BYTES = 2  # of the scale that a row of 8-bit numbers has (kv_cache.py)
-MAX_FLOAT = sys.float_info.max
-
-
-def cdiv(a: int, b: int) -> int:
-    """Ceiling division: how many pieces of size b hold a things."""
-    return -(-a // b)
-
-
-def row_bytes(head_dim: int, itemsize: int) -> int:
-    """Bytes of one token's keys (or values) of one KV head in the cache.
-
-    Args:
-        itemsize: bytes of one number. Those of one byte have a scale beside them.
-    """
-    return head_dim * itemsize + (SCALE_BYTES if itemsize == 1 else 0)
-
-
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless value is an int (not a bool) with low <= value <= high."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < low or (high is not None and value > high):
-        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} is {value!r}; it must be an int {allowed}")
-
-
-def check_float(
-    name: str, value: object, low: float, high: float = math.inf, open_low: bool = False
-) -> None:
-    """Raise ValueError unless value is a finite number with low <= value <= high.
-
-    open_low: low itself is not allowed. An int counts as a number, a bool does not.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Refuses NaN and inf, and ints that no float can hold.
-    in_range = is_number and abs(value) <= MAX_FLOAT and low <= value <= high
-    if not in_range or (open_low and value == low):
-        upper = "inf)" if high == math.inf else f"{high}]"
-        allowed = f"{'(' if open_low else '['}{low}, {upper}"
-        raise ValueError(f"{name} is {value!r}; it must be a finite number in {allowed}")
-
-
-def check_token_ids(name: str, token_ids: object) -> None:
-    """Raise ValueError unless token_ids is a sequence of ints >= 0."""
-    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
-        raise ValueError(f"{name} is {token_ids!r}; it must be a list of ints >= 0")
-    for token_id in token_ids:
-        if type(token_id) is not int or token_id < 0:
-            raise ValueError(f"{name} has {token_id!r}; each must be an int >= 0")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless value is one of the choices."""
-    if value not in choices:
-        raise ValueError(
-            f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}"
-        )
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raise ValueError unless value is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -110,18 +43,18 @@ class EngineConfig:
         batching: "continuous": anyone may join at any step; "static": a batch is gathered
             once, and runs until its last request has finished.
         policy: "fcfs": first come, first served; "sjf": shortest job first; "priority": lower
-            first, then arrival (policy.py).
+            first, then arrival (policies/ordering.py).
         max_wait: seconds after which a waiting request comes first under any policy.
         admission: "on_demand": enter on what is needed now, preempt when that was wrong;
             "reserve": enter if prompt + max_tokens fit to the end; "predict": enter if the
-            expected peak of all fits (admission.py).
+            expected peak of all fits (policies/admission.py).
         enable_chunked_prefill: a prompt may be computed over several steps.
         enable_prefix_caching: full blocks are found again by what is in them.
         preemption: "recompute": a preempted request starts anew from its tokens; "swap": its
-            blocks wait in host memory, as far as num_host_blocks go (preemption.py).
+            blocks wait in host memory, as far as num_host_blocks go (policies/preemption.py).
         speculative: who guesses tokens to come, for one step to check several: None; "ngram":
-            what followed in the request before (drafting.py); "draft": a small model
-            (draft_model.py). It changes no output in float32.
+            what followed in the request before (speculative.py); "draft": a small model
+            (extensions/draft_model.py). It changes no output in float32.
         num_speculative_tokens: most tokens of a guess.
         draft_model: what LLM() loads for "draft"; a model with the same vocabulary.
         prompt_lookup_max, prompt_lookup_min: how many last tokens "ngram" looks for.
@@ -136,7 +69,7 @@ class EngineConfig:
             and values in 8 bits, with a scale for each token and KV head; "auto": as dtype.
         gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
         tensor_parallel_size: processes that share one model, a GPU or some cores for each; as
-            many as torchrun has started (tensor_parallel.py).
+            many as torchrun has started (extensions/tensor_parallel.py).
         seed: of the random streams of requests that bring no seed.
 
     Raises:

@@ -26,15 +26,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nanobatch.admission import Admission
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
+from nanobatch.detokenizer import IncrementalDetokenizer
 from nanobatch.metrics import EngineStats
 from nanobatch.plan import SchedulerOutput
-from nanobatch.policy import Policy
+from nanobatch.policies.admission import Admission
+from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request, RequestOutput, SamplingParams
 from nanobatch.scheduler import Scheduler
-from nanobatch.tokenizer import IncrementalDetokenizer
 
 
 @dataclass

@@ -26,12 +26,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from nanobatch.config import EngineConfig
-from nanobatch.device import resolve_device, resolve_dtype
 from nanobatch.engine import LLMEngine
-from nanobatch.loader import load
+from nanobatch.extensions.tensor_parallel import join
 from nanobatch.model_runner import ModelRunner
+from nanobatch.models.loader import load
 from nanobatch.request import Request, RequestOutput, SamplingParams
-from nanobatch.tensor_parallel import join
+from nanobatch.utils.device import resolve_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
     plan --pack--> Batch --Decoder--> hidden states --rows that sample--> logits --> tokens
 
-It owns the KV cache, the tensors of kv_cache.py for each layer, and settles what the
+It owns the KV cache, the tensors of quantized_cache.py for each layer, and settles what the
 configuration left open: the length limit and the number of blocks. On a GPU a step in which
-everybody decodes is the replay of a captured graph (decode_graphs.py); a step with any
+everybody decodes is the replay of a captured graph (extensions/cuda_graphs.py); a step with any
 prefill in it runs eagerly, and so does one with drafts to check.
 
 Checking a draft is sampling: a token is chosen behind each of its tokens, by the request's own
@@ -30,18 +30,20 @@ from torch import Tensor
 
 from nanobatch.attention import PagedAttend, choose_backend
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
-from nanobatch.config import EngineConfig, cdiv, row_bytes
-from nanobatch.decode_graphs import DecodeGraphs
-from nanobatch.device import GIB, cache_bytes, measure_step
-from nanobatch.draft_model import Proposals, check_draft_model, fill_in_drafts
+from nanobatch.config import EngineConfig
 from nanobatch.engine import StepResult, WallClock
-from nanobatch.kv_cache import Cache, as_bytes, new_cache, resolve_cache_dtype
-from nanobatch.model import Decoder
-from nanobatch.model_config import ModelConfig, settle_max_model_len
+from nanobatch.extensions.cuda_graphs import DecodeGraphs
+from nanobatch.extensions.draft_model import Proposals, check_draft_model, fill_in_drafts
+from nanobatch.extensions.quantized_cache import Cache, as_bytes, new_cache, resolve_cache_dtype
+from nanobatch.extensions.tensor_parallel import SharedClock
+from nanobatch.models.config import ModelConfig, settle_max_model_len
+from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.request import SamplingParams
 from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
-from nanobatch.tensor_parallel import SharedClock
+from nanobatch.utils.arithmetic import cdiv
+from nanobatch.utils.cache_size import row_bytes
+from nanobatch.utils.device import GIB, cache_bytes, measure_step
 
 CPU_CACHE_BYTES = 2 * GIB  # of the cache, unless num_blocks says how much
 MAX_CACHE_BYTES = 2**40

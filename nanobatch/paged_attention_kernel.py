@@ -27,8 +27,8 @@ hardware has.
 *Split-KV*: with few sequences and long ones, query blocks x heads do not fill a GPU. Then
 each program takes one of NUM_SPLITS runs of tiles and writes its (acc, m, l), which
 `reduce_splits_kernel` joins. How many splits is a rule of the batch's shape alone
-(launch_plan), not of lengths on the device, so a captured graph stays right while sequences
-grow; splits that come out empty carry l = 0 and weigh nothing.
+(launch_config.py), not of lengths on the device, so a captured graph stays right while
+sequences grow; splits that come out empty carry l = 0 and weigh nothing.
 
 Always holds (invariants 14 and 16): what lies in slots past a sequence's end is not loaded;
 block ids are widened to 64 bits before they are multiplied.
@@ -47,7 +47,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanobatch.batch import Batch
-from nanobatch.launch_plan import LaunchPlan, launch_plan, next_power_of_two
+from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
+from nanobatch.utils.arithmetic import next_power_of_two
 
 LOG2_E = math.log2(math.e)
 
@@ -285,12 +286,12 @@ def triton_paged_attention(
     softcap: float | None = None,
     k_scale_NKP: Tensor | None = None,
     v_scale_NKP: Tensor | None = None,
-    plan: LaunchPlan | None = None,
+    plan: LaunchConfig | None = None,
 ) -> Tensor:
     """What attention.paged_attention says, by the kernels above; it is where all is checked.
 
     Args:
-        plan: how to cut the work up; by default launch_plan's choice.
+        plan: how to cut the work up; by default choose_launch_config's choice.
 
     Raises:
         ValueError: a cache in 8 bits with an odd head dimension.
@@ -307,7 +308,7 @@ def triton_paged_attention(
         if q_THD.is_cuda:
             num_sms = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
         sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size(), num_sms)
-        plan = launch_plan(*sizes, is_quantized)
+        plan = choose_launch_config(*sizes, is_quantized)
     if q_THD.stride()[1:] != (D, 1):
         q_THD = q_THD.contiguous()
     out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0

@@ -21,7 +21,7 @@ from nanobatch.request import Request
 class ScheduledRequest:
     """One row of a plan: the next num_tokens uncomputed tokens of a request.
 
-    draft_token_ids: the last of them, if they are guesses (drafting.py); a draft model's are
+    draft_token_ids: the last of them, if they are guesses (speculative.py); a draft model's are
         UNKNOWN until the runner fills them in.
     """
 

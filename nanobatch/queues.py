@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import bisect
 
-from nanobatch.admission import Admission, check_fits, limits, make_admission
 from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import EngineConfig, cdiv
-from nanobatch.drafting import make_drafter
-from nanobatch.policy import Policy, arrival, make_policy, observe
-from nanobatch.preemption import Preemption
+from nanobatch.config import EngineConfig
+from nanobatch.extensions.speculative import make_drafter
+from nanobatch.policies.admission import Admission, check_fits, limits, make_admission
+from nanobatch.policies.ordering import Policy, arrival, make_policy, observe
+from nanobatch.policies.preemption import Preemption
 from nanobatch.request import Request, RequestStatus
+from nanobatch.utils.arithmetic import cdiv
 
 
 class Queues:

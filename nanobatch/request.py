@@ -26,7 +26,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanobatch.config import check_bool, check_float, check_int, check_token_ids
+from nanobatch.utils.checks import check_bool, check_float, check_int, check_token_ids
 
 MAX_N = 10_000  # outputs of one prompt
 

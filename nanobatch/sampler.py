@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from nanobatch.fused_kernels import top_ids
+from nanobatch.kernels.ops import top_ids
 
 if TYPE_CHECKING:
     from nanobatch.request import Request, SamplingParams
@@ -102,7 +102,7 @@ def sample(
     Args:
         logits_SV: float32 [S, V], the model's raw logits; not changed.
         rows: S of them.
-        agree: from the tokens chosen here to those that count (tensor_parallel.py).
+        agree: from the tokens chosen here to those that count (extensions/tensor_parallel.py).
     """
     raw_SV = logits_SV
     logits_SV = _adjust(raw_SV, rows)

@@ -20,9 +20,9 @@ The life of a step:
     scheduler.update(plan, token_ids, now)   advance, append, cache full blocks, finish, free
 
 What is left of the budget then goes to drafts, guesses at the tokens to come of those that
-decode (drafting.py): r0 would compute 1 + 4 tokens, if r1 and r2 left four.
+decode (extensions/speculative.py): r0 would compute 1 + 4 tokens, if r1 and r2 left four.
 
-Who is next is the policy's business (policy.py), who may enter that of the admission rule
+Who is next is the policy's business (ordering.py), who may enter that of the admission rule
 (admission.py). With static batching the batch is gathered once, from those who wait when it is
 empty (if need be over several steps, as far as the budget goes); a finished row gives back its
 blocks and keeps its slot until all have finished.
@@ -42,12 +42,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from nanobatch.admission import OnDemand, waits_for_leader
-from nanobatch.config import cdiv
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
-from nanobatch.policy import arrival, in_order
+from nanobatch.policies.admission import OnDemand, waits_for_leader
+from nanobatch.policies.ordering import arrival, in_order
 from nanobatch.queues import Queues
 from nanobatch.request import Request, RequestStatus
+from nanobatch.utils.arithmetic import cdiv
 
 RUNNING = RequestStatus.RUNNING
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from nanobatch import cpu_kernels, cpu_library, paged_attention, sequence_groups
+from nanobatch import paged_attention
 from nanobatch.attention import AttentionArgs, PagedAttend, masked_attention
 from nanobatch.attention_masks import (
     block_diagonal_mask,
@@ -31,8 +31,11 @@ from nanobatch.attention_masks import (
     wasted_share,
 )
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
-from nanobatch.config import cdiv
-from nanobatch.fused_kernels import apply_rope, rms_norm, rope_and_write, silu_mul
+from nanobatch.extensions.cpu import kernels as cpu_kernels
+from nanobatch.extensions.cpu import library as cpu_library
+from nanobatch.kernels import gather as sequence_groups
+from nanobatch.kernels.ops import apply_rope, rms_norm, rope_and_write, silu_mul
+from nanobatch.utils.arithmetic import cdiv
 
 NAN, INF = float("nan"), float("inf")
 ATOL = 2e-5

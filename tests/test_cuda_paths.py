@@ -18,18 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
-from nanobatch import device as device_module
 from nanobatch.batch import Row, pack
-from nanobatch.decode_graphs import DecodeGraphs
-from nanobatch.device import GIB, GpuMemory, cache_bytes, resolve_device, resolve_dtype
-from nanobatch.model import Decoder
+from nanobatch.bench.static_batching import run_static_batch
+from nanobatch.extensions.cuda_graphs import DecodeGraphs
+from nanobatch.extensions.tensor_parallel import Ranks
 from nanobatch.model_runner import MAX_AUTO_BLOCKS, ModelRunner, bytes_per_block
-from nanobatch.shapes import MODEL_SHAPES
-from nanobatch.static_batching import run_static_batch
-from nanobatch.tensor_parallel import Ranks
+from nanobatch.models.decoder import Decoder
+from nanobatch.models.presets import MODEL_PRESETS
+from nanobatch.utils import device as device_module
+from nanobatch.utils.device import GIB, GpuMemory, cache_bytes, resolve_device, resolve_dtype
 
 pytest.importorskip("triton")
-from nanobatch import elementwise_kernels, paged_attention_kernel  # noqa: E402
+from nanobatch import paged_attention_kernel  # noqa: E402
+from nanobatch.kernels import triton_ops  # noqa: E402
 
 try:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -41,7 +42,7 @@ except ImportError:
 GPU = torch.device("gpu", 0)
 KERNELS = {
     paged_attention_kernel: ["paged_attention_kernel", "reduce_splits_kernel"],
-    elementwise_kernels: ["rms_norm_kernel", "rope_and_write_kernel", "silu_mul_kernel"],
+    triton_ops: ["rms_norm_kernel", "rope_and_write_kernel", "silu_mul_kernel"],
 }
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 
@@ -151,7 +152,7 @@ class OnlyOnGpu(TorchDispatchMode):
 def fake_decoder(name="tiny", dtype=torch.bfloat16, ranks=None):
     """A decoder on a GPU that is not there (call it in a FakeTensorMode)."""
     with torch.device("meta"):
-        model = Decoder(MODEL_SHAPES[name], ranks)
+        model = Decoder(MODEL_PRESETS[name], ranks)
     weights = {
         name: torch.empty(weight.shape, dtype=dtype, device=GPU)
         for name, weight in model.state_dict().items()
@@ -211,14 +212,16 @@ def test_the_pool_is_what_the_largest_step_leaves(
         return pack(rows, block_size, device)
 
     monkeypatch.setattr("nanobatch.model_runner.pack", watch)
-    monkeypatch.setattr("nanobatch.decode_graphs.CudaCapture", lambda: lambda step: step)
+    monkeypatch.setattr(
+        "nanobatch.extensions.cuda_graphs.CudaCapture", lambda: lambda step: step
+    )
     knobs = {"max_num_seqs": 3, "max_num_batched_tokens": 200, "cuda_graphs": cuda_graphs}
     with FakeTensorMode():
         runner = ModelRunner(fake_decoder(), EngineConfig(**knobs, gpu_memory_utilization=0.1))
     assert [len(row.token_ids) for row in packed[0]] == [67, 67, 66]
     assert (runner.graphs is not None) == cuda_graphs
     left = cache_bytes(GpuMemory(141 * GIB, GIB, GIB, 2 * GIB), 0.1, cuda_graphs)
-    size = bytes_per_block(MODEL_SHAPES["tiny"], 16, torch.bfloat16)
+    size = bytes_per_block(MODEL_PRESETS["tiny"], 16, torch.bfloat16)
     assert runner.config.num_blocks == left // size < MAX_AUTO_BLOCKS
     assert runner.caches[0][0].shape[0] == runner.config.num_blocks
     assert all(cache.is_cuda for pair in runner.caches for cache in pair)
@@ -226,8 +229,12 @@ def test_the_pool_is_what_the_largest_step_leaves(
 
 def test_ranks_take_a_pool_that_fits_all_of_them(launches, numbers_are_zero, monkeypatch):
     for name in ("all_reduce", "all_gather"):
-        monkeypatch.setattr(f"nanobatch.tensor_parallel.dist.{name}", lambda *tensors: None)
-    monkeypatch.setattr("nanobatch.tensor_parallel.dist.is_initialized", lambda: True)
+        monkeypatch.setattr(
+            f"nanobatch.extensions.tensor_parallel.dist.{name}", lambda *tensors: None
+        )
+    monkeypatch.setattr(
+        "nanobatch.extensions.tensor_parallel.dist.is_initialized", lambda: True
+    )
     monkeypatch.setattr(Ranks, "all_of", lambda ranks, number: [number, 40])
     config = EngineConfig(cuda_graphs=False, tensor_parallel_size=2, max_num_seqs=3)
     with FakeTensorMode():
@@ -258,7 +265,7 @@ def test_memory_that_does_not_suffice_is_a_value_error(launches, numbers_are_zer
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"])
 def test_a_captured_step_neither_waits_nor_copies(name, launches):
     """Either would end the capture with an error, on a GPU alone."""
-    config = MODEL_SHAPES[name]
+    config = MODEL_PRESETS[name]
     with FakeTensorMode():
         model = fake_decoder(name)
         runner = ModelRunner(model, EngineConfig(num_blocks=40, cuda_graphs=False))
@@ -287,11 +294,13 @@ def test_a_captured_step_neither_waits_nor_copies(name, launches):
 
 
 def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches, monkeypatch):
-    config, exchanges = MODEL_SHAPES["llama-3.1-8b"], []
+    config, exchanges = MODEL_PRESETS["llama-3.1-8b"], []
     for name in ("all_reduce", "all_gather"):
         stand_in = lambda *tensors, name=name: exchanges.append(name)  # noqa: E731
-        monkeypatch.setattr(f"nanobatch.tensor_parallel.dist.{name}", stand_in)
-    monkeypatch.setattr("nanobatch.tensor_parallel.dist.is_initialized", lambda: True)
+        monkeypatch.setattr(f"nanobatch.extensions.tensor_parallel.dist.{name}", stand_in)
+    monkeypatch.setattr(
+        "nanobatch.extensions.tensor_parallel.dist.is_initialized", lambda: True
+    )
     with FakeTensorMode():
         model = fake_decoder("llama-3.1-8b", ranks=Ranks(1, 4))
         engine_config = EngineConfig(num_blocks=40, cuda_graphs=False, tensor_parallel_size=4)
@@ -315,7 +324,9 @@ def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches,
 
 def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkeypatch):
     """Prefill, chunks, decodes, every kind of sampling: an engine to its end."""
-    monkeypatch.setattr("nanobatch.decode_graphs.CudaCapture", lambda: lambda step: step)
+    monkeypatch.setattr(
+        "nanobatch.extensions.cuda_graphs.CudaCapture", lambda: lambda step: step
+    )
     config = EngineConfig(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=8)
     kinds = [
         SamplingParams(temperature=0, max_tokens=5),

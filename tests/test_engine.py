@@ -28,12 +28,12 @@ import torch
 
 import nanobatch
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams, StepResult
-from nanobatch.config import cdiv
-from nanobatch.loader import load
 from nanobatch.model_runner import ModelRunner
+from nanobatch.models.loader import load
+from nanobatch.models.tokenizer import ByteTokenizer
 from nanobatch.request import RequestStatus
 from nanobatch.sampler import SamplingRow, sample
-from nanobatch.tokenizer import ByteTokenizer
+from nanobatch.utils.arithmetic import cdiv
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOKENIZER = ByteTokenizer()

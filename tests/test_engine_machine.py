@@ -23,13 +23,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_engine import TOKENIZER, Poison, Watch, dense_attend
 
 from nanobatch import EngineConfig, LLMEngine, RequestStatus, SamplingParams
-from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, cdiv
-from nanobatch.differential import choose, make_noise
-from nanobatch.loader import make_dummy
-from nanobatch.model_config import ModelConfig
+from nanobatch.bench.fuzz import choose, make_noise
+from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS
 from nanobatch.model_runner import ModelRunner
-from nanobatch.replica import VirtualClock
+from nanobatch.models.config import ModelConfig
+from nanobatch.models.loader import make_dummy
 from nanobatch.sampler import SamplingRow
+from nanobatch.simulation.replica import VirtualClock
+from nanobatch.utils.arithmetic import cdiv
 
 LONGEST = 40  # tokens of a request
 MODEL = ModelConfig(

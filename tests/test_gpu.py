@@ -1,7 +1,7 @@
 """On a GPU: `python -m pytest -m gpu`. Without one, all of this is skipped.
 
-The kernels run compiled in test_kernels.py, at small sizes against their twins. Here they are
-held against float64 in every number format, also at sizes that fill a GPU; recorded graphs
+The kernels run compiled in test_kernels.py, at small sizes against their references. Here they
+are held against float64 in every number format, also at sizes that fill a GPU; recorded graphs
 against eager steps; and the engine tests of test_engine.py are run again with the model on the
 GPU, where the same float32 oracle (dense, on the CPU) says what each request must say.
 
@@ -40,10 +40,10 @@ import bench
 from nanobatch import LLM, EngineConfig, SamplingParams
 from nanobatch.attention import paged_attention
 from nanobatch.batch import Row, pack
-from nanobatch.kernel_bench import KernelBench, attention_inputs
-from nanobatch.loader import load
-from nanobatch.machine import measure_machine
+from nanobatch.bench.hardware import measure_hardware
+from nanobatch.bench.kernels import KernelBench, attention_inputs
 from nanobatch.model_runner import ModelRunner
+from nanobatch.models.loader import load
 
 pytestmark = pytest.mark.gpu
 ATOL = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -252,7 +252,7 @@ def test_the_ladder_on_a_gpu(capsys):
 def test_kernels_are_faster_than_nothing_can_be():
     """No share of what was measured may be far above 1: then something was not computed."""
     device, dtype = torch.device(GPU), torch.float16
-    table = KernelBench(device, dtype, measure_machine(device, dtype))
+    table = KernelBench(device, dtype, measure_hardware(device, dtype))
     lines = [table.attention_line("decode", "llama-3-8b", (16, 1024))]
     lines += [table.attention_line("prefill", "smollm2", (2, 512)), *table.other_lines()]
     assert all(0 < line.share < 1.3 for line in lines), lines

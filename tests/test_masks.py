@@ -25,9 +25,9 @@ from nanobatch.attention_masks import (
     wasted_share,
 )
 from nanobatch.batch import Row, pack
-from nanobatch.config import cdiv
-from nanobatch.fused_kernels import apply_rope, write_to_cache
-from nanobatch.loader import load
+from nanobatch.kernels.ops import apply_rope, write_to_cache
+from nanobatch.models.loader import load
+from nanobatch.utils.arithmetic import cdiv
 
 H, K, D, P = 6, 2, 16, 4
 SCALE = D**-0.5

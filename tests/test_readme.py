@@ -5,7 +5,7 @@ import re
 import pytest
 from mutations import MUTATIONS, ROOT
 
-from nanobatch.families import ARCHITECTURES
+from nanobatch.models.families import ARCHITECTURES
 
 TESTS = ROOT / "tests"
 README = (TESTS / "README.md").read_text()
@@ -22,7 +22,7 @@ def test_each_invariant_has_its_tests():
     rows = rows_of("# What always holds")
     assert sorted(rows) == list(range(1, 18))
     for number, cells in rows.items():
-        for file in re.findall(r"`(test_\w+\.py)`", cells[-1]):
+        for file in re.findall(r"`([\w/]+\.py)`", cells[-1]):
             assert (TESTS / file).exists(), (number, file)
 
 
@@ -39,7 +39,7 @@ def test_each_fault_has_its_tests():
     assert sorted(rows) == list(range(1, 41))
     for number, cells in rows.items():
         file = ""
-        for name in re.findall(r"`(\w+(?:\.py)?)`", cells[-1]):
+        for name in re.findall(r"`([\w/]+(?:\.py)?)`", cells[-1]):
             if name.endswith(".py"):
                 file = (TESTS / name).read_text()
             else:

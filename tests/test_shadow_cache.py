@@ -262,7 +262,7 @@ def rank(request):
 
 
 def line_up(scheduler, config, now):
-    """Who waits, next one first, as policy.py promises (for sjf without its hits)."""
+    """Who waits, next one first, as ordering.py promises (for sjf without its hits)."""
 
     def place(request):
         is_overdue = (

@@ -3,7 +3,7 @@
     python -m pytest -m slow tests/test_soak.py
 
 The default run has a bounded share of each: the same machines with few examples, the shadow
-cache's 6,000 traces, 60 differential trials. Here they go on with new draws until the time is
+cache's 6,000 traces, 60 fuzz trials. Here they go on with new draws until the time is
 over. `-k` picks one; a failure prints the calls, or the prompt and the configuration, that show
 it.
 """
@@ -20,8 +20,8 @@ from test_block_allocator import AllocatorMachine
 from test_engine_machine import EngineMachine
 from test_shadow_cache import run_traces
 
-from nanobatch.differential import Differential
-from nanobatch.loader import load
+from nanobatch.bench.fuzz import Fuzz
+from nanobatch.models.loader import load
 
 SECONDS = 150  # for each of the four
 
@@ -48,5 +48,5 @@ def test_traces_over_a_shadow_cache():
 
 
 def test_differential():
-    differential = Differential(load("tiny", torch.float32).model, random.getrandbits(48))
-    assert differential.run(SECONDS).faults == []
+    fuzz = Fuzz(load("tiny", torch.float32).model, random.getrandbits(48))
+    assert fuzz.run(SECONDS).faults == []

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nanobatch.check.compare import call, expect, right
-from nanobatch.cost_model import GPUS
-from nanobatch.shapes import MODEL_SHAPES
+from nanobatch.models.presets import MODEL_PRESETS
+from nanobatch.simulation.cost_model import GPUS
 
 
 class _Name:
@@ -37,10 +37,10 @@ def ex1_1(answer: Callable) -> None:
         ("qwen3-0.6b", 2),  # head_dim is not hidden_size / num_heads
     ]
     for name, itemsize in cases:
-        model = MODEL_SHAPES[name]
+        model = MODEL_PRESETS[name]
         numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         found = call(answer, model, itemsize)
-        expect(found, numbers * itemsize, _Name(f"MODEL_SHAPES[{name!r}]"), itemsize)
+        expect(found, numbers * itemsize, _Name(f"MODEL_PRESETS[{name!r}]"), itemsize)
     right("ex1_1")
 
 

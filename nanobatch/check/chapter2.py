@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanobatch.check.compare import call, expect, right, show
-from nanobatch.config import cdiv
+from nanobatch.utils.arithmetic import cdiv
 
 PADS = [
     ([2, 0], 4),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from nanobatch.admission import Reserve
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.check.compare import call, expect, right, show
 from nanobatch.config import EngineConfig
-from nanobatch.policy import Policy
+from nanobatch.policies.admission import Reserve
+from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request, SamplingParams
 from nanobatch.scheduler import Scheduler
 

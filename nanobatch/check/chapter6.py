@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanobatch.check.compare import call, expect, right
-from nanobatch.launch_plan import LaunchPlan, keys_of_program
+from nanobatch.kernels.launch_config import LaunchConfig, keys_of_program
 
 Part = tuple[Tensor, Tensor, Tensor]  # max [M], sum [M], acc [M, D]
 
@@ -76,14 +76,14 @@ def ex6_2(answer: Callable) -> None:
         query_start_loc = [sum(t for t, _ in lens[:i]) for i in range(len(lens) + 1)]
         seq_lens = [n for _, n in lens]
         grid = (query_start_loc[-1] // block_q + len(lens), num_kv_heads, num_splits)
-        plan = LaunchPlan(16, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
+        plan = LaunchConfig(16, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
         inputs = (plan, query_start_loc, seq_lens, head_dim, itemsize)
         expect(call(answer, *inputs), _bytes_read(*inputs), *inputs)
     right("ex6_2")
 
 
 def _bytes_read(
-    plan: LaunchPlan,
+    plan: LaunchConfig,
     query_start_loc: list[int],
     seq_lens: list[int],
     head_dim: int,

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.check.compare import call, expect, right
-from nanobatch.config import EngineConfig, cdiv
+from nanobatch.config import EngineConfig
+from nanobatch.detokenizer import IncrementalDetokenizer
+from nanobatch.models.tokenizer import ByteTokenizer
 from nanobatch.request import Request, SamplingParams
 from nanobatch.scheduler import Scheduler
-from nanobatch.tokenizer import ByteTokenizer, IncrementalDetokenizer
+from nanobatch.utils.arithmetic import cdiv
 
 
 def ex7_1(answer: Callable[[int, int, int], list[int]]) -> None:

@@ -28,9 +28,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import EngineConfig, cdiv
+from nanobatch.config import EngineConfig
 from nanobatch.request import Request, RequestMetrics, SamplingParams
 from nanobatch.scheduler import Scheduler
+from nanobatch.utils.arithmetic import cdiv
 from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
 
 COLUMNS = 8  # blocks in a row of the grid

@@ -4,7 +4,7 @@
     bytes_of_programs    a bar for each program: how even the work is, with and without splits
 
 Both draw the programs of one KV head: the others do the same with their own keys. What a
-program reads comes from launch_plan.keys_of_program, which computes it as the kernel does.
+program reads comes from launch_config.keys_of_program, which computes it as the kernel does.
 
 Taught in notebooks/06_the_triton_kernel.ipynb.
 """
@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanobatch.batch import Batch, Row, pack
-from nanobatch.config import cdiv
-from nanobatch.launch_plan import LaunchPlan, keys_of_program
+from nanobatch.kernels.launch_config import LaunchConfig, keys_of_program
+from nanobatch.utils.arithmetic import cdiv
 from nanobatch.viz.style import IDLE, INK, colour_of
 
 
@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
 
 def programs_of(
-    batch: Batch, plan: LaunchPlan, sliding_window: int | None = None
+    batch: Batch, plan: LaunchConfig, sliding_window: int | None = None
 ) -> list[Program]:
     """The programs of one KV head, in order of query block and split."""
     lens = batch.query_start_loc.tolist(), batch.seq_lens_S.tolist()
@@ -47,7 +47,7 @@ def programs_of(
 
 
 def reads_of_programs(
-    batch: Batch, plan: LaunchPlan, sliding_window: int | None = None
+    batch: Batch, plan: LaunchConfig, sliding_window: int | None = None
 ) -> Figure:
     """Which keys each program reads, coloured by request; grey: keys that it leaves out.
 
@@ -96,7 +96,7 @@ def reads_of_programs(
     return figure
 
 
-def _label_programs(ax: Axes, programs: list[Program], plan: LaunchPlan) -> None:
+def _label_programs(ax: Axes, programs: list[Program], plan: LaunchConfig) -> None:
     """A row of the axes for each program, the first on top."""
     has_splits = plan.num_splits > 1
     labels = [
@@ -111,7 +111,7 @@ def _label_programs(ax: Axes, programs: list[Program], plan: LaunchPlan) -> None
 
 def bytes_of_programs(
     batch: Batch,
-    plans: Mapping[str, LaunchPlan],
+    plans: Mapping[str, LaunchConfig],
     head_dim: int,
     itemsize: int,
     sliding_window: int | None = None,
@@ -151,14 +151,14 @@ def bytes_of_programs(
     return figure
 
 
-def _example() -> tuple[Batch, LaunchPlan, LaunchPlan]:
+def _example() -> tuple[Batch, LaunchConfig, LaunchConfig]:
     """Two decodes and a chunk of a prompt; group size 3; without splits and with four."""
     lens, block_size = [(1, 41), (6, 22), (1, 9)], 4
     rows = [Row([0] * t, n - t, range(cdiv(n, block_size))) for t, n in lens]
     batch = pack(rows, block_size)
     query_blocks = len(batch.token_ids_T) // 5 + len(lens)
     plans = [
-        LaunchPlan(16, 5, 8, splits, (query_blocks, 1, splits), num_warps=4, num_stages=2)
+        LaunchConfig(16, 5, 8, splits, (query_blocks, 1, splits), num_warps=4, num_stages=2)
         for splits in (1, 4)
     ]
     return batch, *plans

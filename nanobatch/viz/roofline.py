@@ -5,7 +5,7 @@
     step_times     how a decode step grows with the batch, and what it yields
 
 Always holds: everything drawn was measured or computed by the caller; the roof is the one of
-nanobatch.roofline.Work.seconds.
+nanobatch.simulation.roofline.Work.seconds.
 
 Taught in notebooks/01_why_decoding_is_slow.ipynb. Source: the roofline model (Williams,
 Waterman and Patterson, CACM 2009).
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from nanobatch.roofline import Work
+from nanobatch.simulation.roofline import Work
 from nanobatch.viz.style import INK, OKABE_ITO
 
 MEMORY, ARITHMETIC = OKABE_ITO[4], OKABE_ITO[1]  # what limits: one colour each

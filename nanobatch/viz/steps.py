@@ -28,9 +28,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from nanobatch.config import cdiv
 from nanobatch.plan import SchedulerOutput
-from nanobatch.replica import SimulationResult, StepRecord
+from nanobatch.simulation.replica import SimulationResult, StepRecord
+from nanobatch.utils.arithmetic import cdiv
 from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
 
 AnyStep = SchedulerOutput | StepRecord | Mapping[str, int]

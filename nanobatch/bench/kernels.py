@@ -1,0 +1,285 @@
+"""Time the kernels against what the machine can do, measured in the same run.
+
+    decode     one query token a sequence: reads all keys and values once, so GB/s counts
+    prefill    whole prompts: multiplies far more than it reads, so TFLOP/s counts
+    the rest   RMSNorm, RoPE + write, SiLU x gate, and the sampler's two looks at the logits
+
+Beside our paged attention stand torch's scaled_dot_product_attention and, on a GPU, compiled
+FlexAttention, on dense keys of the same shape: what could be read if no sequence ever had to
+grow. All must agree before any is timed. Inputs rotate through more memory than a cache holds,
+as the layers of a model do.
+
+Run by `python bench.py --kernels`. Source: figures are counted as FlashAttention's and
+FlashInfer's benchmarks count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from nanobatch.attention import paged_attention
+from nanobatch.batch import Batch, Row, pack
+from nanobatch.bench.hardware import Hardware, num_copies, seconds_of
+from nanobatch.kernels.ops import rms_norm, rope_and_write, silu_mul
+from nanobatch.models.decoder import NUM_EXACT_LOGITS
+from nanobatch.utils.arithmetic import cdiv, keys_seen
+
+# Query heads, KV heads, head dimension
+SHAPES = {"llama-2-7b": (32, 32, 128), "llama-3-8b": (32, 8, 128), "smollm2": (9, 3, 64)}
+# (sequences, keys of each)
+DECODES = {
+    "cuda": [(1, 1024), (1, 32768), (16, 1024), (16, 4096), (64, 1024), (64, 4096)],
+    "cpu": [(1, 1024), (16, 1024)],
+}
+PREFILLS = {"cuda": [(1, 2048), (8, 2048)], "cpu": [(1, 512)]}
+NUM_TOKENS = {"cuda": 8192, "cpu": 512}  # of what lies between the products
+HIDDEN, INTERMEDIATE, VOCAB, NUM_SAMPLING = 4096, 14336, 128256, 64  # Llama-3-8B's
+BLOCK_SIZE = 16
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+OURS = "nanobatch"
+PEERS = ("SDPA", "FlexAttention")
+
+Call = Callable[[], object]
+
+
+class Line(NamedTuple):
+    """One line of the table.
+
+    seconds: by system, ours first. amount: the least bytes or operations there are, and unit
+    says which. share: of the machine's bandwidth or rate, ours.
+    """
+
+    kernel: str
+    shape: str
+    size: str
+    unit: str
+    amount: int
+    seconds: dict[str, float]
+    share: float
+
+    def rate(self, system: str) -> float:
+        """GB/s or TFLOP/s."""
+        return self.amount / self.seconds[system] / (1e9 if self.unit == "GB/s" else 1e12)
+
+
+class AttentionInputs(NamedTuple):
+    """The same queries, keys and values twice: packed over a paged cache, and dense."""
+
+    q_THD: Tensor
+    k_cache_NKPD: Tensor
+    v_cache_NKPD: Tensor
+    batch: Batch
+    q_SHTD: Tensor
+    k_SKLD: Tensor
+    v_SKLD: Tensor
+
+
+def attention_inputs(
+    shape: tuple[int, int, int],
+    num_seqs: int,
+    query_len: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+) -> AttentionInputs:
+    """Random inputs; the blocks of a sequence lie scattered over the pool."""
+    H, K, D = shape
+    S, L, P = num_seqs, seq_len, BLOCK_SIZE
+    num_blocks = cdiv(L, P)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    block_ids = torch.randperm(S * num_blocks, generator=torch.Generator().manual_seed(seed))
+    tables_SB = block_ids.view(S, num_blocks)
+    rows = [Row([0] * query_len, L - query_len, table) for table in tables_SB.tolist()]
+    q_THD = randn(S * query_len, H, D)
+    caches = [randn(S * num_blocks, K, P, D) for _ in range(2)]
+    dense = [
+        cache[tables_SB.to(device)].transpose(1, 2).flatten(2, 3)[:, :, :L].contiguous()
+        for cache in caches
+    ]
+    q_SHTD = q_THD.view(S, query_len, H, D).transpose(1, 2).contiguous()
+    return AttentionInputs(q_THD, *caches, pack(rows, P, device), q_SHTD, *dense)
+
+
+def attention_systems(
+    inputs: AttentionInputs, flex: Callable[..., Tensor] | None
+) -> dict[str, Callable[[], Tensor]]:
+    """Ours and its peers on the same numbers; each call gives [S, H, T, D].
+
+    Args:
+        flex: flex_attention, compiled or not; None leaves it out.
+    """
+    x = inputs
+    scale = x.q_THD.shape[-1] ** -0.5
+    S, _, query_len, _ = x.q_SHTD.shape
+    is_prefill = query_len > 1
+    how = {"scale": scale, "enable_gqa": True}
+
+    def paged() -> Tensor:
+        out_THD = paged_attention(x.q_THD, x.k_cache_NKPD, x.v_cache_NKPD, x.batch, scale=scale)
+        return out_THD.unflatten(0, (S, query_len)).transpose(1, 2)
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(
+            x.q_SHTD, x.k_SKLD, x.v_SKLD, is_causal=is_prefill, **how
+        )
+
+    systems = {OURS: paged, "SDPA": sdpa}
+    if flex is not None:
+        mask = None
+        if is_prefill:
+
+            def is_before(b, h, query, key):
+                return query >= key
+
+            mask = create_block_mask(
+                is_before, None, None, query_len, query_len, device=x.q_THD.device
+            )
+        systems["FlexAttention"] = lambda: flex(
+            x.q_SHTD, x.k_SKLD, x.v_SKLD, block_mask=mask, **how
+        )
+    return systems
+
+
+@dataclass(frozen=True)
+class KernelBench:
+    """Times everything on one device, in one number format, against what it can do at most."""
+
+    device: torch.device
+    dtype: torch.dtype
+    machine: Hardware
+
+    def lines(self) -> Iterator[Line]:
+        """All lines of the table, each as soon as it is measured. A case that does not fit
+        into the GPU's memory is left out."""
+        for kernel, grid in (("decode", DECODES), ("prefill", PREFILLS)):
+            for shape_name in SHAPES:
+                flex = None
+                if self.device.type == "cuda":
+                    torch.compiler.reset()  # it gives up compiling after some shapes
+                    flex = torch.compile(flex_attention, dynamic=False)
+                for size in grid[self.device.type]:
+                    try:
+                        yield self.attention_line(kernel, shape_name, size, flex)
+                    except torch.OutOfMemoryError:
+                        torch.cuda.empty_cache()
+        yield from self.other_lines()
+
+    def attention_line(
+        self,
+        kernel: str,
+        shape_name: str,
+        size: tuple[int, int],
+        flex: Callable[..., Tensor] | None = None,
+    ) -> Line:
+        """Check and time a case of "decode" or "prefill"; size is (sequences, keys of each).
+
+        Raises:
+            AssertionError: the systems disagree.
+        """
+        H, K, D = shape = SHAPES[shape_name]
+        num_seqs, seq_len = size
+        is_decode = kernel == "decode"
+        query_len = 1 if is_decode else seq_len
+        num_keys, num_scores = keys_seen(seq_len - query_len, query_len, None)
+        kv_bytes = 2 * num_seqs * num_keys * K * D * self.dtype.itemsize
+        of = (shape, num_seqs, query_len, seq_len, self.dtype, self.device)
+        copies = [
+            attention_systems(attention_inputs(*of, seed), flex)
+            for seed in range(num_copies(kv_bytes))
+        ]
+        seconds = {}
+        wanted = copies[0][OURS]()
+        for name, call in copies[0].items():
+            try:
+                found = call()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a peer that cannot do this shape has no figure
+                print(f"{name}, {shape_name}: {str(error).splitlines()[0]}")
+                continue
+            torch.testing.assert_close(found, wanted, atol=TOLERANCE[self.dtype], rtol=0)
+            seconds[name] = seconds_of([c[name] for c in copies], self.device)
+        where = (kernel, shape_name, f"{num_seqs} x {seq_len}")
+        if is_decode:
+            return self._line(*where, "GB/s", kv_bytes, seconds)
+        return self._line(*where, "TFLOP/s", 4 * num_seqs * H * D * num_scores, seconds)
+
+    def other_lines(self) -> Iterator[Line]:
+        """What lies between the products, and what the sampler does with the logits."""
+        T, S, E, V = NUM_TOKENS[self.device.type], NUM_SAMPLING, HIDDEN, VOCAB
+        H, K, D = SHAPES["llama-3-8b"]
+        itemsize, wide = self.dtype.itemsize, torch.float32
+
+        def randn(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, device=self.device, dtype=dtype)
+
+        def norm() -> Call:
+            x_TE, residual_TE, weight_E = randn(T, E), randn(T, E, dtype=wide), randn(E)
+            return lambda: rms_norm(x_TE, weight_E, 1e-5, residual_TE)
+
+        def rope() -> Call:
+            q_THD, k_TKD, v_TKD = randn(T, H + 2 * K, D).split([H, K, K], dim=1)
+            cos_TR, sin_TR = randn(2, T, D // 2, dtype=wide)
+            caches = [randn(cdiv(T, BLOCK_SIZE), K, BLOCK_SIZE, D) for _ in range(2)]
+            slots_T = torch.randperm(T, device=self.device)
+            return lambda: rope_and_write(q_THD, k_TKD, v_TKD, cos_TR, sin_TR, *caches, slots_T)
+
+        def silu() -> Call:
+            gate_up_TF = randn(T, 2 * INTERMEDIATE)
+            return lambda: silu_mul(gate_up_TF)
+
+        def argmax() -> Call:
+            logits_SV = randn(S, V, dtype=wide)
+            return lambda: logits_SV.max(dim=-1)
+
+        def topk() -> Call:
+            logits_SV = randn(S, V, dtype=wide)
+            return lambda: logits_SV.topk(NUM_EXACT_LOGITS)
+
+        # (name, size, the least bytes there are to move, what makes a call on fresh inputs)
+        cases = [
+            ("RMSNorm", f"{T} x {E}", T * E * 2 * (itemsize + 4), norm),
+            ("RoPE + write", f"{T} x {H}+{K}", T * D * (2 * (H + 2 * K) * itemsize + 4), rope),
+            ("SiLU x gate", f"{T} x {INTERMEDIATE}", 3 * T * INTERMEDIATE * itemsize, silu),
+            ("argmax", f"{S} x {V}", S * V * 4, argmax),
+            (f"top {NUM_EXACT_LOGITS}", f"{S} x {V}", S * V * 4, topk),
+        ]
+        for name, size, num_bytes, make in cases:
+            calls = [make() for _ in range(num_copies(num_bytes))]
+            seconds = {OURS: seconds_of(calls, self.device)}
+            yield self._line(name, "llama-3-8b", size, "GB/s", num_bytes, seconds)
+
+    def _line(
+        self, kernel: str, shape: str, size: str, unit: str, amount: int, seconds: dict
+    ) -> Line:
+        most = self.machine.bandwidth if unit == "GB/s" else self.machine.flop_rate
+        return Line(kernel, shape, size, unit, amount, seconds, amount / seconds[OURS] / most)
+
+
+def print_lines(lines: Iterable[Line]) -> list[Line]:
+    """Print each line as it comes: our rate and share, then the peers' rates. Returns all."""
+    columns = f"{'':12}  {'':10}  {'':>12}  {'us':>9}  {OURS:>15}  {'of the most':>11}"
+    print(columns + "".join(f"  {name:>13}" for name in PEERS))
+    done = []
+    for line in lines:
+        others = [f"{line.rate(p):.4g}" if p in line.seconds else "" for p in PEERS]
+        print(
+            f"{line.kernel:12}  {line.shape:10}  {line.size:>12}"
+            f"  {line.seconds[OURS] * 1e6:>9.1f}  {line.rate(OURS):>7.4g} {line.unit:7}"
+            f"  {line.share:>11.0%}" + "".join(f"  {rate:>13}" for rate in others),
+            flush=True,
+        )
+        done.append(line)
+    return done

@@ -1,0 +1,155 @@
+"""Decode steps as CUDA graphs: recorded once for each batch size, replayed with one launch.
+
+A decode step is hundreds of kernels of a few microseconds each; launching them one by one
+from Python takes longer than running them. A CUDA graph is launched as one. It always reads
+and writes the same addresses, so a batch is copied into persistent buffers first, and padded
+to the next size for which there is a graph:
+
+    sizes                1  2  4  8  16  24 ... max_num_seqs
+    a batch of 5 rows    r0 r1 r2 r3 r4  .  .  .               the graph of 8
+    slots                 9 40 17  2 33 -1 -1 -1               -1 writes nothing
+    seq_lens              6  9  2  3 18  0  0  0               no keys to read
+
+All that a graph fixes is the batch's shape: how the attention is cut up follows from that
+alone (choose_launch_config), and lengths, slots and block tables are data in the buffers.
+
+Always holds (invariants 12 and 14): replay gives what the same step gives eagerly; padding
+rows read and write nothing of the cache.
+
+Taught in notebooks/06_the_triton_kernel.ipynb. Source: vLLM's and nano-vllm's model runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from nanobatch.batch import PADDING_SLOT, Batch
+
+Step = Callable[[], None]
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes that get a graph, ascending: 1, 2, 4, multiples of 8, and the largest."""
+    sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def pad_decodes(batch: Batch, num_rows: int) -> Batch:
+    """A batch of decodes (one token a row) with rows added that read and write nothing."""
+    assert batch.max_query_len == 1, f"a row computes {batch.max_query_len} tokens, not 1"
+    num_pads = num_rows - len(batch.seq_lens_S)
+    assert num_pads >= 0, f"{len(batch.seq_lens_S)} rows do not fit into {num_rows}"
+    device = batch.seq_lens_S.device
+    return Batch(
+        token_ids_T=F.pad(batch.token_ids_T, (0, num_pads)),
+        positions_T=F.pad(batch.positions_T, (0, num_pads)),
+        slot_mapping_T=F.pad(batch.slot_mapping_T, (0, num_pads), value=PADDING_SLOT),
+        query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+        seq_lens_S=F.pad(batch.seq_lens_S, (0, num_pads)),
+        block_tables_SB=F.pad(batch.block_tables_SB, (0, 0, 0, num_pads)),
+        logits_indices_S=torch.arange(num_rows, device=device),
+        derived={"max_query_len": 1},
+    )
+
+
+class CudaCapture:
+    """Records steps on a GPU. The graphs share one pool of memory: only one runs at a time."""
+
+    def __init__(self):
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        """Record what step() launches; the result launches it all again."""
+        step()  # for real first: kernels get compiled and libraries take their workspaces
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        return graph.replay
+
+
+class DecodeGraphs:
+    """Replays decode steps.
+
+    Args:
+        forward: from a batch of decodes to logits, float32 [S, V]; it may not wait for the
+            device or copy to it, and must do the same work for any batch of a shape.
+        max_num_seqs: rows of the largest graph.
+        max_blocks: entries of a block table's row.
+        vocab_size: V.
+        device: of buffers and model.
+        capture: takes a step and gives back what repeats it. (The tests' gives back the step
+            itself, so that all but the recording is tested without a GPU.)
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], Tensor],
+        max_num_seqs: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        capture: Callable[[Step], Step] | None = None,
+    ):
+        def zeros(*shape: int, dtype=torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        S = max_num_seqs
+        self._buffers = Batch(
+            token_ids_T=zeros(S),
+            positions_T=zeros(S),
+            slot_mapping_T=zeros(S) + PADDING_SLOT,
+            query_start_loc=torch.arange(S + 1, dtype=torch.int32, device=device),
+            seq_lens_S=zeros(S, dtype=torch.int32),
+            block_tables_SB=zeros(S, max_blocks, dtype=torch.int32),
+            logits_indices_S=torch.arange(S, device=device),
+        )
+        self._logits_SV = zeros(S, vocab_size, dtype=torch.float32)
+        capture = CudaCapture() if capture is None else capture
+        self._replay: dict[int, Step] = {}
+        # The largest first: the smaller ones then find room in its memory.
+        for size in reversed(graph_sizes(S)):
+            self._replay[size] = capture(self._step(forward, size))
+        self.sizes = sorted(self._replay)
+
+    def _step(self, forward: Callable[[Batch], Tensor], size: int) -> Step:
+        """One step on the first rows of the buffers."""
+        whole = self._buffers
+        batch = Batch(
+            token_ids_T=whole.token_ids_T[:size],
+            positions_T=whole.positions_T[:size],
+            slot_mapping_T=whole.slot_mapping_T[:size],
+            query_start_loc=whole.query_start_loc[: size + 1],
+            seq_lens_S=whole.seq_lens_S[:size],
+            block_tables_SB=whole.block_tables_SB[:size],
+            logits_indices_S=whole.logits_indices_S[:size],
+            derived={"max_query_len": 1},
+        )
+
+        def step() -> None:
+            self._logits_SV[:size].copy_(forward(batch))
+
+        return step
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Logits of a batch of decodes, float32 [S, V]; they are good until the next replay.
+
+        Args:
+            batch: on the CPU, at most max_num_seqs rows of one token.
+        """
+        num_rows = len(batch.seq_lens_S)
+        size = next(size for size in self.sizes if size >= num_rows)
+        padded, buffers = pad_decodes(batch, size), self._buffers
+        for name in ("token_ids_T", "positions_T", "slot_mapping_T", "seq_lens_S"):
+            getattr(buffers, name)[:size].copy_(getattr(padded, name), non_blocking=True)
+        num_blocks = padded.block_tables_SB.shape[1]
+        # Columns beyond keep old ids: valid ones, which no sequence reaches.
+        buffers.block_tables_SB[:size, :num_blocks].copy_(
+            padded.block_tables_SB, non_blocking=True
+        )
+        self._replay[size]()
+        return self._logits_SV[:num_rows]

