@@ -309,8 +309,8 @@ def test_each_rule_can_fail(case):
         "utils": "",
         "utils.arithmetic": "",
         "utils.extensions": "import importlib\nfrom nanobatch.utils.checks import check_int",
-        **{name: "" for name in ("extensions", "extensions.swap", "llm", "batch", "sampler")},
-        **{name: "" for name in ("config", "policies.ordering", "viz", "utils.checks")},
+        **dict.fromkeys(("extensions", "extensions.swap", "llm", "batch", "sampler"), ""),
+        **dict.fromkeys(("config", "policies.ordering", "viz", "utils.checks"), ""),
     }
     assert broken(sources) == dict.fromkeys(FOUND, set())
     sources[module] = f"{sources.get(module, '')}\n{line}"
