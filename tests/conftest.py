@@ -1,11 +1,18 @@
-"""One thread, since the models here are too small to share a product between cores; and
-Triton's interpreter, so that kernels run where there is no GPU.
+"""How the tests run: on all cores, each process on one thread, kernels in Triton's interpreter.
 
-The interpreter must be asked for before triton is first imported, which is here. What needs
-the compiler (test_compiled_kernels.py) starts a process of its own.
+The models here are too small to share a product between cores, so torch has one thread, and
+pytest-xdist (if it is installed) runs a worker on each core. A single file, a debugger, `-s`
+and a machine with a GPU get one process; `-n 0` and `-n 4` say it on the command line.
+
+The interpreter runs the kernels where there is no GPU. It must be asked for before triton is
+first imported, which is here. What needs the compiler (test_compiled_kernels.py) starts a
+process of its own.
 """
 
 import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; for subprocesses too
 
 import pytest
 import torch
@@ -15,6 +22,24 @@ HAS_GPU = sees_gpu()
 torch.set_num_threads(1)
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+MAX_WORKERS = 8
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Choose the number of xdist's workers, where the command line does not."""
+    has_xdist = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
+    if not has_xdist or config.option.numprocesses is not None:
+        return
+    is_interactive = (
+        config.option.usepdb or config.option.trace or config.option.capture == "no"
+    )
+    is_large = any(Path(arg).is_dir() for arg in config.args)
+    if is_large and not is_interactive and not HAS_GPU:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        config.option.numprocesses = min(num_cores, MAX_WORKERS)
+        config.option.dist = "worksteal"
 
 
 def pytest_runtest_setup(item):

@@ -5,20 +5,23 @@
     python tests/mutations.py --all            about ten minutes on two cores
 
 A mutation is applied to a copy of the repository, and the tests that should catch it are run
-there. The exit status is the number of mutations that survived.
+there, two mutations at a time. The exit status is the number of mutations that survived.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+NUM_AT_ONCE = 2  # test runs, each with one thread
 
 
 class Mutation(NamedTuple):
@@ -116,6 +119,11 @@ MUTATIONS = {
     "prefill-sees-the-future": Mutation("extensions/cpu/prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/extensions/test_cpu_tiles.py"),
     "prefill-no-shrink": Mutation("extensions/cpu/prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/extensions/test_cpu_tiles.py"),
     "prefill-reads-the-tail": Mutation("extensions/cpu/prefill.c", "            if (position >= end) continue;\n", "", "tests/extensions/test_cpu_tiles.py"),
+    # ---- the idea in one file
+    "minimal-slot-without-its-table": Mutation("minimal.py", "slots.append(request.block_table[block] * self.block_size + offset)", "slots.append(block * self.block_size + offset)", "tests/test_minimal.py"),
+    "minimal-sees-the-future": Mutation("minimal.py", "torch.arange(len(k_LKD)) > positions_T.unsqueeze(1)", "torch.arange(len(k_LKD)) > positions_T.max()", "tests/test_minimal.py"),
+    "minimal-leaks-blocks": Mutation("minimal.py", "                self.free(request)\n        return plan", "        return plan", "tests/test_minimal.py"),
+    "minimal-preempted-is-not-computed-again": Mutation("minimal.py", "        request.num_computed = 0\n", "", "tests/test_minimal.py"),
     # ---- families of models
     "experts-are-not-unsorted": Mutation("models/experts.py", "        unsorted_ME[order_M] = rows_ME\n", "        unsorted_ME[:] = rows_ME\n", "tests/models/test_experts.py"),
     "experts-a-tile-too-far": Mutation("kernels/grouped_matmul.py", "right=True)", "right=False)", "tests/models/test_experts.py"),
@@ -156,15 +164,16 @@ def survives(name: str) -> bool:
         count = text.count(mutation.old)
         assert count == 1, f"{name}: {mutation.file} has {count} places like {mutation.old!r}"
         file.write_text(text.replace(mutation.old, mutation.new))
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
              *mutation.tests.split()],
-            cwd=copy, capture_output=True, text=True,
+            cwd=copy, env=env, capture_output=True, text=True,
         )  # fmt: skip
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     by = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else "a crash"
     has_survived = done.returncode == 0
-    print(f"{name:28} {'SURVIVED' if has_survived else by}", flush=True)
+    print(f"{name:40} {'SURVIVED' if has_survived else by}", flush=True)
     return has_survived
 
 
@@ -179,7 +188,8 @@ def main() -> int:
     if args.list:
         print("\n".join(MUTATIONS))
         return 0
-    return sum(map(survives, MUTATIONS if args.all else args.names))
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        return sum(pool.map(survives, MUTATIONS if args.all else args.names))
 
 
 if __name__ == "__main__":
