@@ -9,7 +9,7 @@ no group and no block:
 A case writes each key and value by hand to its block and offset, in shuffled blocks, and
 fills all other slots of the pool with poison (NaN, inf). So every comparison with the oracle
 also says that nothing came from a slot that is not the sequence's (invariant 14;
-PROPERTIES 26 to 31). torch's scaled_dot_product_attention and transformers' Llama modules
+faults 26 to 31). torch's scaled_dot_product_attention and transformers' Llama modules
 are second opinions.
 """
 
@@ -273,7 +273,7 @@ def test_a_table_may_hold_blocks_for_tokens_that_are_yet_to_come():
 
 
 def test_queries_are_the_last_of_the_keys_positions():
-    """The mask is aligned at the bottom right: torch's own is_causal is not (PROPERTIES 26)."""
+    """The mask is aligned at the bottom right: torch's own is_causal is not (fault 26)."""
     case = Case([(4, 3)], block_size=4, H=2, K=2)
     q, k, v = (x.transpose(0, 1) for x in (case.q_THD, case.keys[0], case.values[0]))
     full_q = torch.cat([torch.randn(2, 4, 32), q], dim=1)

@@ -5,7 +5,7 @@ what (invariant 1), refuses what it must and then has changed nothing (2), finds
 for the very tokens, prefix and salt it was registered with, and no longer once it was handed
 out again (3, 4), leaves the last token to compute (5), and reuses blocks in the promised
 order (6). After the model come small tests, one for each fault that real engines have had
-(PROPERTIES, "Blocks and prefix cache"), and one for the promise of O(1) a block.
+(faults 1 to 11 of tests/README.md), and one for the promise of O(1) a block.
 
 What a block really holds is the business of test_shadow_cache.py. Here a block is said to
 hold what cache_blocks() was told.
@@ -249,7 +249,7 @@ def test_failed_allocation_changes_nothing():
 
 @pytest.mark.parametrize("salt", [None, "s"])
 def test_double_free_in_two_calls(salt):
-    """PROPERTIES 1."""
+    """Fault 1."""
     allocator = BlockAllocator(4, 2)
     table = cached(allocator, [1, 2, 3, 4], salt)
     allocator.free(table)
@@ -262,7 +262,7 @@ def test_double_free_in_two_calls(salt):
 
 
 def test_double_free_in_one_call():
-    """PROPERTIES 1: also when a second reference would make the count come out right."""
+    """Fault 1: also when a second reference would make the count come out right."""
     allocator = BlockAllocator(4, 2)
     a, b = allocator.allocate(2)
     allocator.acquire([a])
@@ -286,7 +286,7 @@ def test_a_wrong_id_late_in_the_list_frees_nothing():
 
 
 def test_evicted_block_is_not_found_again():
-    """PROPERTIES 2: run A, let B take its blocks, look for A."""
+    """Fault 2: run A, let B take its blocks, look for A."""
     allocator = BlockAllocator(2, 2)
     allocator.free(cached(allocator, [1, 2, 3, 4]))
     b_table = allocator.allocate(2)
@@ -319,7 +319,7 @@ def test_a_new_parent_does_not_adopt_the_children_of_the_old_one():
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_match_never_covers_the_last_token(block_size, k):
-    """PROPERTIES 4 and 9: prompts of k*P-1, k*P and k*P+1 tokens, looked for twice."""
+    """Faults 4 and 9: prompts of k*P-1, k*P and k*P+1 tokens, looked for twice."""
     allocator = BlockAllocator(8, block_size)
     tokens = list(range(100, 100 + k * block_size + 1))
     table = cached(allocator, tokens, block_size=block_size)
@@ -331,7 +331,7 @@ def test_a_match_never_covers_the_last_token(block_size, k):
 
 @pytest.mark.parametrize("num_computed", range(9))
 def test_only_full_blocks_of_computed_tokens_are_found(num_computed):
-    """PROPERTIES 9, invariant 4: at k*P tokens the k-th block is full, at k*P-1 it is not."""
+    """Fault 9, invariant 4: at k*P tokens the k-th block is full, at k*P-1 it is not."""
     allocator = BlockAllocator(4, 4)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     table = allocator.allocate(2)
@@ -349,7 +349,7 @@ def test_registering_in_pieces_is_registering_at_once():
 
 
 def test_equal_contents_after_different_prefixes():
-    """PROPERTIES 5: [a b | c d] and [x y | c d]."""
+    """Fault 5: [a b | c d] and [x y | c d]."""
     allocator = BlockAllocator(8, 2)
     first = cached(allocator, [1, 2, 3, 4])
     assert found(allocator, [8, 9, 3, 4]) == []
@@ -368,7 +368,7 @@ def test_tokens_are_not_run_together():
 
 
 def test_salts_never_share():
-    """PROPERTIES 7: no salt and the empty string are two salts."""
+    """Fault 7: no salt and the empty string are two salts."""
     allocator = BlockAllocator(16, 2)
     salts = [None, "", "a", "b", "None"]
     tables = {}
@@ -413,7 +413,7 @@ def test_never_used_blocks_go_first():
 
 
 def test_least_recently_freed_goes_first_tail_before_head():
-    """PROPERTIES 10, invariant 6."""
+    """Fault 10, invariant 6."""
     allocator = BlockAllocator(4, 2)
     old = cached(allocator, [1, 2, 3, 4])
     new = cached(allocator, [5, 6, 7, 8])
@@ -424,7 +424,7 @@ def test_least_recently_freed_goes_first_tail_before_head():
 
 
 def test_acquire_saves_a_block():
-    """PROPERTIES 10: a touched block is no longer up for reuse, and comes last afterwards."""
+    """Fault 10: a touched block is no longer up for reuse, and comes last afterwards."""
     allocator = BlockAllocator(3, 2)
     a, b, c = (cached(allocator, [n, n])[0] for n in (1, 2, 3))
     for block in (a, b, c):
@@ -560,7 +560,7 @@ print(json.dumps(log))
 
 
 def test_the_same_calls_give_the_same_blocks_in_another_process():
-    """PROPERTIES 11: nothing hangs on Python's hash seed."""
+    """Fault 11: nothing hangs on Python's hash seed."""
     logs = []
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}

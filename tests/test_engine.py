@@ -10,8 +10,8 @@ same, the log-probabilities too.
 Where no model is needed, a runner of a few lines stands in for it and says the text that the
 test gives it (`Scripted`).
 
-What is proved: invariants 10 to 15 and 17; PROPERTIES 2 to 5, 8, 14, 15, 20 to 25, 27, 28,
-32, 35 to 38 and 40, and the fine print of DESIGN section 4. No test knows a word that the
+What is proved: invariants 10 to 15 and 17; faults 2 to 5, 8, 14, 15, 20 to 25, 27, 28,
+32, 35 to 38 and 40, and the names that users rely on. No test knows a word that the
 bundled model says: it may be trained anew.
 """
 
@@ -120,7 +120,7 @@ def assert_as_if_alone(out, prompt, params):
 
 
 def assert_logprobs(given, token, logprobs_V, k):
-    """PROPERTIES 37: the k best and the sampled one (of a tie at the k-th, either)."""
+    """Fault 37: the k best and the sampled one (of a tie at the k-th, either)."""
     assert token in given
     assert given == pytest.approx({t: float(logprobs_V[t]) for t in given}, abs=1e-3)
     k = min(k, len(logprobs_V))
@@ -233,7 +233,7 @@ def prompt_of(length, seed=0):
 
 SHARED = prompt_of(17, seed=99)
 CROWD = [
-    (prompt_of(16), greedy(logprobs=300)),  # the whole vocabulary: all logits (PROPERTIES 24)
+    (prompt_of(16), greedy(logprobs=300)),  # the whole vocabulary: all logits (fault 24)
     (SHARED + prompt_of(14), greedy(12)),
     (SHARED + prompt_of(15), SamplingParams(seed=1, max_tokens=12, logprobs=2)),
     (SHARED + prompt_of(16), SamplingParams(seed=2, top_p=0.8, top_k=20, max_tokens=9)),
@@ -267,7 +267,7 @@ CROWD = [
     "chunk, block_size", [(1, 4), (2, 4), (3, 4), (5, 4), (64, 4), (5, 1), (64, 16)]
 )
 def test_a_crowd_in_chunks(chunk, block_size, caching):
-    """Invariants 12 and 13, PROPERTIES 24, 25, 32, 37: twice, the second time with hits."""
+    """Invariants 12 and 13, faults 24, 25, 32, 37: twice, the second time with hits."""
     engine = tiny_engine(
         max_num_batched_tokens=chunk,
         max_num_seqs=min(chunk, 8),
@@ -285,7 +285,7 @@ def test_a_crowd_in_chunks(chunk, block_size, caching):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_blocks", [12, 15])
 def test_a_crowd_on_a_small_pool(num_blocks, caching):
-    """Invariant 10, PROPERTIES 15, 36, 37: preempted and computed anew, and nobody notices."""
+    """Invariant 10, faults 15, 36, 37: preempted and computed anew, and nobody notices."""
     engine = tiny_engine(
         num_blocks=num_blocks, enable_prefix_caching=caching, max_num_batched_tokens=16
     )
@@ -297,7 +297,7 @@ def test_a_crowd_on_a_small_pool(num_blocks, caching):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("length", [7, 8, 9, 11, 12, 13])
 def test_preempted_at_each_length(length, caching):
-    """PROPERTIES 15: around the ends of blocks, where tables grow."""
+    """Fault 15: around the ends of blocks, where tables grow."""
     params = [greedy(9), SamplingParams(seed=5, max_tokens=9, logprobs=1, ignore_eos=True)]
     crowd = [(prompt_of(length, seed), params[seed % 2]) for seed in range(4)]
     num_blocks = 2 * cdiv(length + 8, 4) - 1  # two may enter, but not both stay to the end
@@ -308,14 +308,14 @@ def test_preempted_at_each_length(length, caching):
 
 
 def test_a_pool_that_holds_one():
-    """PROPERTIES 14: four requests, each as large as the pool, in a bounded number of steps."""
+    """Fault 14: four requests, each as large as the pool, in a bounded number of steps."""
     engine = tiny_engine(num_blocks=5)
     check_crowd(engine, [(prompt_of(11, seed), greedy(9)) for seed in range(4)], at_once=4)
     assert engine.stats.num_steps <= 4 * (9 + 2)
 
 
 def test_one_after_another_leaves_nothing_behind():
-    """PROPERTIES 8."""
+    """Fault 8."""
     engine = tiny_engine(num_blocks=5)
     for seed in range(6):
         run_one(engine, prompt_of(11, seed), greedy(9))
@@ -323,7 +323,7 @@ def test_one_after_another_leaves_nothing_behind():
 
 @pytest.mark.parametrize("length", [7, 8, 9, 11, 12, 13])
 def test_each_length_twice(length):
-    """PROPERTIES 4: the second run finds what is full and computes at least one token."""
+    """Fault 4: the second run finds what is full and computes at least one token."""
     engine = tiny_engine()
     prompt, params = prompt_of(length), greedy(6, logprobs=3)
     for num_cached in (0, (length - 1) // 4 * 4):
@@ -333,14 +333,14 @@ def test_each_length_twice(length):
 
 
 def test_the_same_prompt_in_the_same_step():
-    """PROPERTIES 3: neither reads blocks that the other has not computed yet."""
+    """Fault 3: neither reads blocks that the other has not computed yet."""
     for knobs in ({}, {"max_num_batched_tokens": 8}):
         check_crowd(tiny_engine(**knobs), [(prompt_of(21), greedy())] * 4, at_once=4)
 
 
 @pytest.mark.parametrize("num_steps, num_cached", [(0, 0), (1, 4), (2, 12), (3, 16)])
 def test_aborted_and_submitted_again(num_steps, num_cached):
-    """PROPERTIES 3: what the first one did not compute to the end of a block is not found."""
+    """Fault 3: what the first one did not compute to the end of a block is not found."""
     engine = tiny_engine(max_num_batched_tokens=6, max_num_seqs=6)
     engine.add_request(list(prompt_of(21)), greedy(), request_id="a")
     for _ in range(num_steps):
@@ -352,7 +352,7 @@ def test_aborted_and_submitted_again(num_steps, num_cached):
 
 
 def test_equal_blocks_after_different_prefixes():
-    """PROPERTIES 5: [a b | c d] and [x y | c d]."""
+    """Fault 5: [a b | c d] and [x y | c d]."""
     first, other, second = prompt_of(4, 1), prompt_of(4, 2), prompt_of(8, 3)
     engine = tiny_engine()
     for prompt in (first + second, other + second, first + second):
@@ -360,7 +360,7 @@ def test_equal_blocks_after_different_prefixes():
 
 
 def test_evicted_blocks_are_not_found():
-    """PROPERTIES 2: A, then B in A's blocks, then A again."""
+    """Fault 2: A, then B in A's blocks, then A again."""
     engine = tiny_engine(num_blocks=8)
     for seed in (0, 1, 0, 1):
         prompt = prompt_of(21, seed)
@@ -370,7 +370,7 @@ def test_evicted_blocks_are_not_found():
 
 
 def test_a_hit_in_chunks_beside_misses():
-    """PROPERTIES 25."""
+    """Fault 25."""
     engine = tiny_engine(max_num_batched_tokens=8)
     run_one(engine, SHARED, greedy(2))
     crowd = [(prompt_of(30, 1), greedy()), (SHARED + prompt_of(25, 2), greedy(logprobs=2))]
@@ -428,7 +428,7 @@ class Poison:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_blocks, chunk", [(64, 64), (15, 8)])
 def test_nan_in_every_slot_that_nobody_owns(num_blocks, chunk, caching):
-    """Invariant 14, PROPERTIES 27: free blocks, and the tail of each last block."""
+    """Invariant 14, fault 27: free blocks, and the tail of each last block."""
     engine = tiny_engine(
         Poison,
         num_blocks=num_blocks,
@@ -461,7 +461,7 @@ class Shuffled:
 
 
 def test_blocks_in_any_order_and_any_padding(monkeypatch):
-    """PROPERTIES 28: shuffled blocks; in the padding of block tables, ids of others."""
+    """Fault 28: shuffled blocks; in the padding of block tables, ids of others."""
     from nanobatch import model_runner
 
     random = Random(1)
@@ -578,7 +578,7 @@ def test_stop_ids_act_under_ignore_eos_too():
 
 
 def test_max_tokens_one_gives_one_token():
-    """PROPERTIES 23."""
+    """Fault 23."""
     out = say("hello", max_tokens=1)
     assert (out.token_ids, out.finish_reason) == ([*b"h"], "length")
 
@@ -590,14 +590,14 @@ def test_stop_wins_over_length():
 
 
 def test_stop_strings():
-    """PROPERTIES 38: the text is cut, token_ids keep the token that completed it."""
+    """Fault 38: the text is cut, token_ids keep the token that completed it."""
     out = say("one END two", stop=["two", "END"])
     assert (out.text, out.finish_reason) == ("one ", "stop")
     assert out.token_ids == [*b"one END"]
 
 
 def test_an_unfinished_character_at_the_end():
-    """PROPERTIES 39: shown at the end, once, as the decoder shows it."""
+    """Fault 39: shown at the end, once, as the decoder shows it."""
     out = say("aé", max_tokens=2)
     assert out.text == TOKENIZER.decode(out.token_ids) == "a\ufffd"
     out = say([*b"a\xc3"])  # cut by EOS
@@ -610,7 +610,7 @@ def test_a_prompt_that_ends_inside_a_character():
 
 
 def test_min_tokens_holds_back_stop_strings():
-    """PROPERTIES 35."""
+    """Fault 35."""
     assert say("aXbXc", stop="X", min_tokens=1).text == "a"
     assert say("aXbXc", stop="X", min_tokens=2).text == "aXb"
     assert say("aXbXc", stop="X", min_tokens=4).text == "aXbXc"
@@ -695,7 +695,7 @@ def test_however_it_ends_its_times_are_known(way):
 
 
 def test_a_live_id_is_refused():
-    """PROPERTIES 21: and it may be used again afterwards, as a new request."""
+    """Fault 21: and it may be used again afterwards, as a new request."""
     engine = scripted({"a": "one"})
     assert engine.add_request("x", request_id="a") == "a"
     with pytest.raises(ValueError, match="'a'"):
@@ -762,7 +762,7 @@ def engine_with_a(state):
 
 @pytest.mark.parametrize("state", STATES)
 def test_abort_in_each_state(state):
-    """Invariant 11, PROPERTIES 20: shown once, in the next step; the others go on."""
+    """Invariant 11, fault 20: shown once, in the next step; the others go on."""
     engine = engine_with_a(state)
     assert engine.abort("a")
     assert not engine.abort("a")
@@ -916,7 +916,7 @@ def test_abort_by_the_parents_id():
     ],
 )
 def test_ids_of_parents_and_children_are_refused_while_they_live(live, new):
-    """PROPERTIES 21, for the id that n outputs were asked for under, and for theirs."""
+    """Fault 21, for the id that n outputs were asked for under, and for theirs."""
     engine = scripted()
     (live_id, live_n), (new_id, new_n) = live, new
     engine.add_request("x", SamplingParams(n=live_n, max_tokens=3), request_id=live_id)
@@ -1009,7 +1009,7 @@ def test_a_runner_that_raises_once_loses_nothing(when, num_blocks):
     ids=lambda value: repr(value)[:20],
 )
 def test_refused_by_name_while_others_go_on(prompt, params, what):
-    """PROPERTIES 40, and 12 at the engine's door: nothing was changed."""
+    """Faults 40, and 12 at the engine's door: nothing was changed."""
     engine = scripted()
     engine.add_request("x", SamplingParams(max_tokens=3), request_id="other")
     engine.step()
@@ -1038,7 +1038,7 @@ def test_refused_by_name_while_others_go_on(prompt, params, what):
     ids=str,
 )
 def test_fields_out_of_their_range(field):
-    """PROPERTIES 40; every field and type is in test_scheduler.py."""
+    """Fault 40; every field and type is in test_scheduler.py."""
     with pytest.raises(ValueError, match=next(iter(field))):
         SamplingParams(**field)
 
@@ -1092,7 +1092,7 @@ def test_keywords_win_over_config():
 
 
 def test_results_come_in_the_order_of_the_prompts():
-    """PROPERTIES 22: short ones finish first, texts and tokens mixed, a params for each."""
+    """Fault 22: short ones finish first, texts and tokens mixed, a params for each."""
     llm = tiny_llm(max_num_seqs=3, max_num_batched_tokens=16)
     for round_number in range(3):
         crowd = CROWD[round_number : round_number + 5]
@@ -1240,7 +1240,7 @@ def test_an_unknown_name():
 
 
 def test_signatures():
-    """DESIGN section 4, keyword names included: others rely on them."""
+    """Names that users rely on, of the keywords too."""
     names = {
         LLM.generate: "self prompts params progress",
         LLM.stream: "self prompt params",

@@ -43,7 +43,7 @@ def test_each_fault_has_its_tests():
             if name.endswith(".py"):
                 file = (TESTS / name).read_text()
             else:
-                assert f"\ndef test_{name}(" in file, f"PROPERTIES {number}: no test_{name}"
+                assert f"\ndef test_{name}(" in file, f"fault {number}: no test_{name}"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

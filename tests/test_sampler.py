@@ -1,14 +1,14 @@
 """The sampler against a plain reference: what may be sampled, how often, and by which draw.
 
 `reference` below is one row in plain numpy, a paragraph for each rule, in the order of
-DESIGN section 4: penalties, min_tokens, temperature, min_p, top_k, top_p. The sampler's
+vLLM: penalties, min_tokens, temperature, min_p, top_k, top_p. The sampler's
 output is compared with it twice: no token outside the support ever comes and each likely one
 does, and the frequencies pass a chi-squared test, over many seeds and over many steps. The
 test is tested too: rules in another order must fail it.
 
-What is proved besides: a row depends on no other row (invariant 13, PROPERTIES 32 and 33);
+What is proved besides: a row depends on no other row (invariant 13, faults 32 and 33);
 one draw a token, from the seed and the number of tokens (invariant 13); the edges of each
-rule (PROPERTIES 34 to 36); log-probabilities are those of the raw logits (PROPERTIES 37); a
+rule (faults 34 to 36); log-probabilities are those of the raw logits (fault 37); a
 row that is no numbers ends alone (invariant 15).
 """
 
@@ -275,7 +275,7 @@ FOUR = log_probs([0.4, 0.3, 0.2, 0.1])
     ids=str,
 )
 def test_how_many_are_kept(params, kept):
-    """PROPERTIES 34: off is off, and at least one always stays."""
+    """Fault 34: off is off, and at least one always stays."""
     assert support(FOUR, **params) == set(range(kept))
 
 
@@ -285,7 +285,7 @@ def test_of_equal_logits_top_k_keeps_exactly_k():
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-46, 5e-324])
 def test_a_tiny_temperature_is_greedy(temperature):
-    """PROPERTIES 34: whatever SamplingParams lets in, in a batch with greedy and hot rows."""
+    """Fault 34: whatever SamplingParams lets in, in a batch with greedy and hot rows."""
     logits = torch.tensor([[0.0, 3.0, 2.9, -INF, -80.0]] * 4)
     temperatures = [temperature, 0, 50.0, temperature]
     rows = [row(seed, temperature=t) for seed, t in enumerate(temperatures)]
@@ -303,7 +303,7 @@ def test_a_huge_temperature_is_uniform(temperature):
 @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.999}, {"temperature": 100.0}])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_minus_infinity_is_never_sampled(place, params):
-    """PROPERTIES 34, with the impossible tokens in front, in the middle and at the end."""
+    """Fault 34, with the impossible tokens in front, in the middle and at the end."""
     logits = [-INF] * 9
     logits[3 * place : 3 * place + 3] = [0.0, 1.0, 2.0]
     logits[3 * place + 1] = -INF
@@ -321,7 +321,7 @@ def test_the_first_and_the_last_number_that_can_be_drawn(monkeypatch, number, to
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_min_tokens_masks_each_stop_id_until_then(temperature):
-    """PROPERTIES 35: the first three tokens cannot be a stop, prompt tokens do not count."""
+    """Fault 35: the first three tokens cannot be a stop, prompt tokens do not count."""
     logits = [0.0, 40.0, 50.0, 0.5]
     for num_output in range(5):
         got = one(
@@ -341,7 +341,7 @@ def test_min_tokens_ignores_stop_ids_beyond_the_vocabulary():
 
 
 def test_presence_and_frequency_count_the_output_only():
-    """PROPERTIES 36: presence once, frequency for each time, neither for prompt tokens."""
+    """Fault 36: presence once, frequency for each time, neither for prompt tokens."""
     logits = [2.0, 1.5]
     for penalty in ("presence_penalty", "frequency_penalty"):
         assert greedy(logits, prompt=[0] * 9, **{penalty: 2.0}) == 0
@@ -353,7 +353,7 @@ def test_presence_and_frequency_count_the_output_only():
 
 
 def test_repetition_counts_the_prompt_too():
-    """PROPERTIES 36: it divides what is positive and multiplies what is negative, once."""
+    """Fault 36: it divides what is positive and multiplies what is negative, once."""
     assert greedy([2.0, 1.5], prompt=[0], repetition_penalty=1.5) == 1
     assert greedy([2.0, 1.5], prompt=[1], output=[0], repetition_penalty=1.5) == 0
     assert greedy([2.0, 1.5], prompt=[1], output=[0] * 9, repetition_penalty=1.1) == 0
@@ -365,7 +365,7 @@ def test_repetition_counts_the_prompt_too():
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """PROPERTIES 32, 33: 48 rows together, in another order, and each alone: all the same."""
+    """Faults 32, 33: 48 rows together, in another order, and each alone: all the same."""
     random = Random(0)
     vocab_size = 300
     rows = [
@@ -462,7 +462,7 @@ def test_each_seed_and_each_step_draws_its_own(seeds):
 @pytest.mark.parametrize("k", [0, 1, 5, 12, 50])
 @pytest.mark.parametrize("case", range(8))
 def test_logprobs_are_those_of_the_raw_logits(case, k):
-    """PROPERTIES 37: the k best and the sampled one, whatever the rules do to the logits."""
+    """Fault 37: the k best and the sampled one, whatever the rules do to the logits."""
     random = Random(case)
     logits = random_logits(random)
     got = sample(torch.tensor([logits]), [random_row(random, logprobs=k)])[0]
@@ -487,7 +487,7 @@ def test_the_sampled_token_is_among_them_when_it_is_not_among_the_best():
 
 
 def test_the_smallest_top_p_there_is_keeps_one_token():
-    """PROPERTIES 34: 5e-324 of less than half is 0, and the likeliest stays all the same."""
+    """Fault 34: 5e-324 of less than half is 0, and the likeliest stays all the same."""
     logits = torch.tensor([[0.1, 0.3, 0.2], [0.2, 0.0, 0.1]])
     params = SamplingParams(temperature=1.0, top_k=1, top_p=5e-324)
     rows = [SamplingRow(params, [0], [], (), seed) for seed in (1, 2)]

@@ -1,10 +1,10 @@
 """The scheduler alone, driven with made-up tokens: one small test for each promise.
 
 What is proved: what is refused at the door and with which words; how a step's tokens are
-dealt out (invariants 7, 8 and 9, PROPERTIES 12 to 18); preemption and its order (PROPERTIES
-16 and 19); abort and ids in every state (invariant 11, PROPERTIES 20 and 21); when a request
-ends (PROPERTIES 23 and 35); what is found in the prefix cache (PROPERTIES 3 and 4); the times
-in the metrics; and that a field of the wrong type or range never gets in (PROPERTIES 40).
+dealt out (invariants 7, 8 and 9, faults 12 to 18); preemption and its order (faults
+16 and 19); abort and ids in every state (invariant 11, faults 20 and 21); when a request
+ends (faults 23 and 35); what is found in the prefix cache (faults 3 and 4); the times
+in the metrics; and that a field of the wrong type or range never gets in (fault 40).
 
 Random traces are in test_shadow_cache.py; here each trace is short enough to do by hand.
 Unless a test says otherwise: blocks of 4 tokens, a budget of 16 tokens, 4 seats.
@@ -101,7 +101,7 @@ def ids(requests):
 
 
 def test_a_prompt_larger_than_the_pool_is_refused():
-    """PROPERTIES 12: 40 tokens, 8 blocks of 4. The error names the limit and both numbers."""
+    """Fault 12: 40 tokens, 8 blocks of 4. The error names the limit and both numbers."""
     scheduler, allocator = make(num_blocks=8)
     other = added(scheduler, "other", 3)
     with pytest.raises(ValueError, match=r"(40|41).*32|32.*(40|41)"):
@@ -145,7 +145,7 @@ def test_max_tokens_is_cut_to_what_fits(knobs, limit):
 
 
 def test_without_chunked_prefill_a_prompt_over_the_budget_is_refused():
-    """PROPERTIES 13: it can never be computed in one step, so it must not wait for it."""
+    """Fault 13: it can never be computed in one step, so it must not wait for it."""
     scheduler, _ = make(enable_chunked_prefill=False)
     with pytest.raises(ValueError, match="16"):
         scheduler.add(request("long", 17))
@@ -156,7 +156,7 @@ def test_without_chunked_prefill_a_prompt_over_the_budget_is_refused():
 
 
 def test_without_chunked_prefill_a_preempted_request_comes_back():
-    """PROPERTIES 13: with its output it may be longer than the budget, yet it must go on."""
+    """Fault 13: with its output it may be longer than the budget, yet it must go on."""
     scheduler, allocator = make(num_blocks=6, enable_chunked_prefill=False)
     a = added(scheduler, "a", 10, max_tokens=12)
     b = added(scheduler, "b", 6, max_tokens=12)
@@ -166,7 +166,7 @@ def test_without_chunked_prefill_a_preempted_request_comes_back():
 
 
 def test_an_id_may_not_be_added_twice_while_it_lives():
-    """PROPERTIES 21: waiting or running; once ended it names a new request."""
+    """Fault 21: waiting or running; once ended it names a new request."""
     scheduler, _ = make()
     first = added(scheduler, "a", 3, max_tokens=2)
     with pytest.raises(ValueError, match="a"):
@@ -244,7 +244,7 @@ def test_without_chunked_prefill_a_prompt_waits_for_the_whole_of_its_budget():
 
 
 def test_a_long_prompt_does_not_stop_the_running():
-    """PROPERTIES 17: each running request has its token in every step."""
+    """Fault 17: each running request has its token in every step."""
     scheduler, _ = make(num_blocks=64)
     added(scheduler, "a", 3, max_tokens=20)
     added(scheduler, "b", 3, max_tokens=20)
@@ -269,7 +269,7 @@ def test_who_comes_first_leaves_a_token_for_the_others():
 
 
 def test_steady_arrivals_do_not_hold_up_the_running():
-    """PROPERTIES 18."""
+    """Fault 18."""
     scheduler, _ = make()
     old = added(scheduler, "old", 3, max_tokens=12)
     for i in range(12):
@@ -349,7 +349,7 @@ def test_the_last_admitted_is_preempted():
     scheduler, allocator, (_, _, c) = three_in_a_full_pool()
     plan = scheduler.schedule(0.0)
     assert plan.preempted == [c]
-    assert planned(plan) == {"a": 1, "b": 1}  # nobody else is skipped (PROPERTIES 16)
+    assert planned(plan) == {"a": 1, "b": 1}  # nobody else is skipped (fault 16)
     assert plan.num_tokens == 2
     assert allocator.num_free_blocks == 0  # c's two blocks went to a and b
     assert (c.block_table, c.num_computed_tokens) == ([], 0)
@@ -390,7 +390,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
 
 
 def test_the_preempted_come_back_in_arrival_order():
-    """PROPERTIES 19: `waiting` is sorted at all times, and served from its head."""
+    """Fault 19: `waiting` is sorted at all times, and served from its head."""
     scheduler, allocator = make(num_blocks=8, max_num_batched_tokens=32)
     requests = [
         added(scheduler, name, 7, max_tokens=14, arrival_time=float(t))
@@ -412,7 +412,7 @@ def test_the_preempted_come_back_in_arrival_order():
 
 
 def test_a_pool_that_holds_one():
-    """PROPERTIES 14: four requests, all finish, each step does something."""
+    """Fault 14: four requests, all finish, each step does something."""
     scheduler, allocator = make(num_blocks=4)
     requests = [added(scheduler, name, 8, max_tokens=8) for name in "abcd"]
     plans = run_until_idle(scheduler, max_steps=4 * (8 + 8))
@@ -424,7 +424,7 @@ def test_a_pool_that_holds_one():
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_at_each_length(length, caching):
-    """PROPERTIES 15, the scheduler's part: no token is lost or doubled."""
+    """Fault 15, the scheduler's part: no token is lost or doubled."""
     scheduler, allocator = make(num_blocks=5, enable_prefix_caching=caching)
     requests = [added(scheduler, name, length, max_tokens=9) for name in "abc"]
     run_until_idle(scheduler)
@@ -433,7 +433,7 @@ def test_preempted_at_each_length(length, caching):
 
 
 def test_one_after_another_leaves_nothing_behind():
-    """PROPERTIES 8: on a pool that fits one."""
+    """Fault 8: on a pool that fits one."""
     scheduler, allocator = make(num_blocks=3)
     for i in range(10):
         added(scheduler, f"r{i}", 4 + i % 3, max_tokens=5)
@@ -483,7 +483,7 @@ def planned_not_computed(scheduler):
     "state", [waiting, in_mid_prefill, decoding, preempted, planned_not_computed]
 )
 def test_abort_in_each_state(state):
-    """PROPERTIES 20, invariant 11: every block comes back, the id may be used again."""
+    """Fault 20, invariant 11: every block comes back, the id may be used again."""
     scheduler, allocator = make(num_blocks=10)
     x = state(scheduler)
     outputs = list(x.output_token_ids)
@@ -543,7 +543,7 @@ def test_a_reused_id_does_not_get_the_token_of_its_predecessor():
 
 
 def test_what_an_aborted_request_never_computed_is_not_found():
-    """PROPERTIES 3: submit, abort before the first step (or inside it), submit again."""
+    """Fault 3: submit, abort before the first step (or inside it), submit again."""
     prompt = list(range(12))
     for abort_inside_a_step in (False, True):
         scheduler, _ = make()
@@ -604,7 +604,7 @@ def test_a_failed_step_that_preempted_leaks_nothing():
 
 
 def test_same_prompt_in_the_same_step():
-    """PROPERTIES 3: neither may read blocks that the other has not computed yet."""
+    """Fault 3: neither may read blocks that the other has not computed yet."""
     scheduler, _ = make(max_num_batched_tokens=32)
     prompt = list(range(12))
     a, b = added(scheduler, "a", prompt), added(scheduler, "b", prompt)
@@ -645,7 +645,7 @@ def test_a_prompt_still_in_its_chunks_is_found_as_far_as_it_is_computed():
 
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9, 11, 12, 13])
 def test_each_length_twice(length):
-    """PROPERTIES 4, invariant 5: the second run computes at least one token."""
+    """Fault 4, invariant 5: the second run computes at least one token."""
     scheduler, _ = make()
     prompt = list(range(length))
     num_cached = (length - 1) // 4 * 4
@@ -668,7 +668,7 @@ def test_the_output_is_cached_too():
 
 
 def test_salts_are_kept_apart():
-    """PROPERTIES 7."""
+    """Fault 7."""
     scheduler, _ = make()
     prompt = list(range(9))
     salts = [None, "", "a", "b"]
@@ -706,7 +706,7 @@ def test_a_hit_takes_blocks_from_the_free_list():
 
 
 def test_max_tokens_one_gives_one_token():
-    """PROPERTIES 23: the end is decided after the token is recorded."""
+    """Fault 23: the end is decided after the token is recorded."""
     scheduler, _ = make()
     a = added(scheduler, "a", 3, max_tokens=1)
     plan = scheduler.schedule(0.0)
@@ -747,7 +747,7 @@ def test_ignore_eos():
 
 
 def test_min_tokens():
-    """PROPERTIES 35: the first min_tokens tokens end nothing; prompt tokens do not count."""
+    """Fault 35: the first min_tokens tokens end nothing; prompt tokens do not count."""
     ends = {"eos": (EOS,), "stop_token_ids": (8,), "prompt": [EOS, 8, 5, 5, 5]}
     kept = outputs_of([EOS, 8, EOS, 5], min_tokens=2, max_tokens=9, **ends)
     assert kept == ([EOS, 8, EOS], "stop")
@@ -757,7 +757,7 @@ def test_min_tokens():
 
 
 def test_tokens_go_to_their_own_request():
-    """PROPERTIES 22, the scheduler's part: by id, whatever the order of the answers."""
+    """Fault 22, the scheduler's part: by id, whatever the order of the answers."""
     scheduler, _ = make()
     requests = [added(scheduler, name, 2, max_tokens=2) for name in ("a", "b", "c")]
     for turn in range(2):
@@ -890,7 +890,7 @@ def short_id(value):
 
 @pytest.mark.parametrize("name, value", cases(BAD_SAMPLING_PARAMS), ids=short_id)
 def test_bad_sampling_params(name, value):
-    """PROPERTIES 40."""
+    """Fault 40."""
     assert_refused(name, value, SamplingParams)
 
 

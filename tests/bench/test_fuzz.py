@@ -110,7 +110,7 @@ class Colliding(BlockAllocator):
 
 
 def test_prefixes_whose_hashes_collide_are_told_apart(model, monkeypatch):
-    """PROPERTIES 6: with the hash replaced by a constant, and no answer changes."""
+    """Fault 6: with the hash replaced by a constant, and no answer changes."""
     monkeypatch.setattr(engine, "BlockAllocator", Colliding)
     fuzz = Fuzz(model, seed=1)
     for _ in range(20):

@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter, against their torch references.
 
 The references are proved elsewhere against float64 and transformers (test_attention.py). Here:
-numbers, layouts, edges and poison (invariants 12, 14, 16; PROPERTIES 24, 26 to 31). On a
+numbers, layouts, edges and poison (invariants 12, 14, 16; faults 24, 26 to 31). On a
 machine with a GPU the same tests run compiled, under -m gpu.
 """
 

@@ -5,7 +5,7 @@ user would. Its norms and biases are random too: as they are initialised (1 and 
 with them would not show. Two oracles, both dense and neither of them ours:
 
     model(prompt).logits            every position of every prompt, whatever the chunks and
-                                    blocks (invariant 12, PROPERTIES 24, 26, 27, 28, 30)
+                                    blocks (invariant 12, faults 24, 26, 27, 28, 30)
     model.generate(do_sample=False) the tokens of each prompt alone, against those of the
                                     engine with all prompts in one batch (invariant 12)
 

@@ -10,7 +10,7 @@ Whatever way a text is cut into tokens, and wherever the prompt ends:
     deltas       "ox ", "🦊"       joined they are the rest of the text
 
 Stop strings are compared with a brute-force search, over random pieces of text and for each
-token. What is proved: invariant 17, PROPERTIES 35 (stop strings within min_tokens), 38, 39.
+token. What is proved: invariant 17, fault 35 (stop strings within min_tokens), 38, 39.
 """
 
 import functools
@@ -215,7 +215,7 @@ def test_a_prompt_that_ends_in_characters_of_many_tokens(name):
 
 @pytest.mark.parametrize("character", ["é", "漢", "😀"])
 def test_a_character_comes_with_its_last_token(character):
-    """PROPERTIES 39: nothing until then, and then once."""
+    """Fault 39: nothing until then, and then once."""
     in_bytes = list(character.encode())
     deltas = run(ByteTokenizer(), [97], [*in_bytes, 98])
     assert deltas == [""] * (len(in_bytes) - 1) + [character, "b", ""]
@@ -230,7 +230,7 @@ def test_characters_that_are_joined_come_one_by_one():
 @each_tokenizer
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])
 def test_an_unfinished_character_is_flushed_once(name, num_bytes):
-    """PROPERTIES 39: at the very end, and as the tokenizer's decoder would show it."""
+    """Fault 39: at the very end, and as the tokenizer's decoder would show it."""
     tokenizer = TOKENIZERS[name]()
     ids, end = cut_in_bytes(name, "a🐙"), len(cut_in_bytes(name, "a"))
     prompt, output = ids[:end], ids[end : end + num_bytes]
@@ -243,7 +243,7 @@ def test_an_unfinished_character_is_flushed_once(name, num_bytes):
 @each_tokenizer
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])
 def test_a_prompt_that_ends_inside_a_character(name, num_bytes):
-    """PROPERTIES 39: its part of the character is not output, its completion is."""
+    """Fault 39: its part of the character is not output, its completion is."""
     tokenizer = TOKENIZERS[name]()
     ids = cut_in_bytes(name, "a🐙a")
     end = len(cut_in_bytes(name, "a")) + num_bytes
@@ -403,7 +403,7 @@ short = st.text("ab\n", min_size=1, max_size=4)
 @example(["a", "b"], ["ab", "b"], 0, "")
 @example(["a", ""], ["ab"], 2, "b")
 def test_stop_strings_by_brute_force(pieces, stop, min_tokens, pending):
-    """PROPERTIES 38: the earliest to be complete, cut where it begins, never partly shown."""
+    """Fault 38: the earliest to be complete, cut where it begins, never partly shown."""
     text, num_tokens, shown = detokenize(pieces, stop, min_tokens, pending)
     assert (text, num_tokens) == brute_force(pieces, stop, min_tokens, pending)
     for n, so_far in enumerate(shown, start=1):
@@ -461,7 +461,7 @@ def test_shown_in_the_meantime():
 
 
 def test_a_stop_within_min_tokens_is_ignored_for_good():
-    """PROPERTIES 35."""
+    """Fault 35."""
     pieces = ["a", "END", "b", "END", "c"]
     assert detokenize(pieces, ["END"], min_tokens=0)[0] == "a"
     assert detokenize(pieces, ["END"], min_tokens=1)[0] == "a"

@@ -392,7 +392,7 @@ def test_predict_admits_one_that_runs_alone():
 
 
 def test_priority_preempts_the_worst_and_gives_back_what_it_had():
-    """PROPERTIES 16: the worst was served before the one that needs room."""
+    """Fault 16: the worst was served before the one that needs room."""
     scheduler = make(num_blocks=5, max_num_seqs=4, policy="priority", admission="on_demand")
     worst = request("worst", prompt=4, output=20, priority=9)
     scheduler.add(worst)
@@ -577,7 +577,7 @@ def test_everybody_behind_gets_a_token_when_all_have_several():
 
 
 def test_what_a_victim_was_to_compute_goes_to_those_after_it():
-    """PROPERTIES 16, invariant 8: a chunk is cut by nothing but the budget."""
+    """Fault 16, invariant 8: a chunk is cut by nothing but the budget."""
     scheduler = make(
         policy="priority", max_num_seqs=3, max_num_batched_tokens=10, num_blocks=30,
         enable_prefix_caching=False,
