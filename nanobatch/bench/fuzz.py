@@ -1,24 +1,25 @@
-"""Trust a machine: the same requests under configurations drawn at random must say the same.
+"""`bench.py check SECONDS`: is the engine right on this machine? Random requests under random
+configurations, each compared with the request alone.
 
     reference   each request alone, over a dense cache: no blocks, no scheduler, no engine
-    trial       a random crowd through the engine, with any block size, budget, slots, pool,
-                chunking, prefix cache, policy, admission, preemption, batching, drafts, backend
+    trial       several requests through the engine, with a random block size, budget, slots,
+                pool, chunking, prefix cache, policy, admission, preemption, batching, drafts
+                and backend
 
-    both        with one number format of the cache, that of the trial
+Both use the cache's number format of the trial. Compared are greedy tokens, seeded samples,
+log-probabilities and finish reasons; and all blocks must be free at the end. Where a little
+noise on the logits changes the token (two best tokens nearly equal, a draw at the edge between
+two), the token depends on rounding: from there on an output proves nothing and is not compared.
 
-What is compared: greedy tokens, seeded samples, log-probabilities, finish reasons; and that all
-blocks are free again. A token that a little noise on the logits changes (two best ones side by
-side, a draw at the edge between two tokens) hangs on rounding: from there on an output proves
-nothing and is not compared.
-
-Always holds (invariants 10, 12, 13): in float32 there is no difference. Run by `python bench.py
---check SECONDS`, on a new GPU above all.
+Always holds (invariants 10, 12, 13): in float32 there is no difference.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanobatch.bench import flags, report
 from nanobatch.bench.static_batching import PaddedAttend
 from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, EngineConfig
 from nanobatch.engine import LLMEngine
@@ -35,10 +37,13 @@ from nanobatch.extensions.quantized_cache import FP8_CAPABILITY
 from nanobatch.kernels.ops import HAS_TRITON
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.decoder import Decoder
+from nanobatch.models.loader import load
 from nanobatch.request import RequestOutput, SamplingParams
 from nanobatch.sampler import Sampled, SamplingRow, sample
 from nanobatch.simulation.replica import VirtualClock
 from nanobatch.utils.arithmetic import cdiv
+from nanobatch.utils.checks import check_float
+from nanobatch.utils.device import resolve_device
 
 NOISE = 1e-3  # on the logits; many times what two orders of float32 sums differ by
 # The same, where the last bit of a sum decides how a key is rounded to 8 bits.
@@ -46,6 +51,7 @@ NOISE_8 = {torch.int8: 5e-2, torch.float8_e4m3fn: 2e-1}
 NUM_NOISY = 8
 TOLERANCE = 10  # times the noise, of log-probabilities
 LONGEST = 96  # tokens of a request, prompt and output
+FLAGS = {"model": "tiny", "device": "auto", "threads": 1, "seed": 0, "save_json": None}
 Ask = tuple[tuple[int, ...], SamplingParams]
 
 
@@ -53,8 +59,9 @@ Ask = tuple[tuple[int, ...], SamplingParams]
 class Report:
     """What was tried, and what was wrong.
 
-    trials, requests, tokens: how many. seen: how often a choice was drawn, and what happened.
-    faults: one line for each difference, with the configuration that shows it.
+    trials, requests, tokens: how many. seen: how often each choice was drawn, and how often a
+    preemption or the like happened. faults: a text for each difference, with the configuration
+    that shows it.
     """
 
     trials: int = 0
@@ -65,8 +72,8 @@ class Report:
 
 
 class Alone(NamedTuple):
-    """What a request says by itself: its tokens, the log-probabilities of each, and whether
-    it hangs on rounding which one it is."""
+    """What a request gives alone: its tokens, the log-probabilities of each, and whether the
+    token depends on rounding."""
 
     token_ids: list[int]
     logprobs: list[dict[int, float]]
@@ -74,7 +81,7 @@ class Alone(NamedTuple):
 
 
 def make_noise(vocab_size: int, seed: int = 0) -> Tensor:
-    """float32 [X, V] to lay on a row of logits: none in the first two, else some 1e-3."""
+    """float32 [X, V] to add to a row of logits: about 1e-3, but none in the first two rows."""
     generator = torch.Generator().manual_seed(seed)
     noise_XV = NOISE * torch.randn(NUM_NOISY, vocab_size, generator=generator)
     noise_XV[:2] = 0
@@ -82,13 +89,13 @@ def make_noise(vocab_size: int, seed: int = 0) -> Tensor:
 
 
 def noise_of(cache_dtype: torch.dtype) -> float:
-    """How much logits may differ that should be the same."""
+    """How much the logits of the same token may differ."""
     return NOISE_8.get(cache_dtype, NOISE)
 
 
 def choose(logits_1V: Tensor, row: SamplingRow, noise_XV: Tensor) -> tuple[Sampled, bool]:
-    """What is sampled, and whether it is a tie: noise changes it. (A sampler that does not
-    repeat itself without noise is wrong, and no tie.)"""
+    """What is sampled, and whether it is a tie: noise changes it. (A sampler that gives another
+    token without noise is wrong; that is no tie.)"""
     sampled, again, *noisy = sample(logits_1V + noise_XV, [row] * len(noise_XV))
     repeats = again.token_id == sampled.token_id
     return sampled, repeats and any(one.token_id != sampled.token_id for one in noisy)
@@ -110,7 +117,7 @@ class Fuzz:
         self._noise_XV = make_noise(model.config.vocab_size, seed).to(model.embed.weight.device)
 
     def run(self, seconds: float, say: Callable[[str], None] = print) -> Report:
-        """Try for so long; say what is wrong as soon as it is found."""
+        """Run trials for so many seconds; `say` each fault as soon as it is found."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for fault in self.trial():
@@ -118,7 +125,7 @@ class Fuzz:
         return self.report
 
     def trial(self) -> list[str]:
-        """One crowd under one configuration; the faults it shows."""
+        """Serve several requests under one configuration; the faults found."""
         config, asks = self._draw_config(), self._draw_asks()
         outputs, engine = self._serve(config, asks)
         faults = [
@@ -128,19 +135,19 @@ class Fuzz:
         ]
         allocator = engine.scheduler.allocator
         if allocator.num_free_blocks != allocator.num_blocks:
-            faults.append(f"blocks were not given back\n    {config}")
-        report = self.report
-        report.trials += 1
-        report.requests += len(asks)
-        report.tokens += sum(len(output.token_ids) for output in outputs)
-        report.seen["preemptions"] += engine.stats.num_preemptions
-        report.seen["swapped blocks"] += engine.stats.num_swapped_blocks
-        report.seen["accepted drafts"] += engine.stats.num_accepted_tokens
-        report.seen["prefix hits"] += sum(o.metrics.num_cached_tokens > 0 for o in outputs)
-        report.faults += faults
+            faults.append(f"some blocks were not freed\n    {config}")
+        counts = self.report
+        counts.trials += 1
+        counts.requests += len(asks)
+        counts.tokens += sum(len(output.token_ids) for output in outputs)
+        counts.seen["preemptions"] += engine.stats.num_preemptions
+        counts.seen["swapped blocks"] += engine.stats.num_swapped_blocks
+        counts.seen["accepted drafts"] += engine.stats.num_accepted_tokens
+        counts.seen["prefix hits"] += sum(o.metrics.num_cached_tokens > 0 for o in outputs)
+        counts.faults += faults
         return faults
 
-    # --------------------------------------------------------------------------- what is drawn
+    # -------------------------------------------------------------------------------- draws
 
     def _draw_config(self) -> EngineConfig:
         rng = self.rng
@@ -194,14 +201,18 @@ class Fuzz:
             prompt = shared[: rng.choice([0, 0, 17, 33])]
             prompt += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 30))]
             length = rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 32)])
-            how = rng.choice([{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
+            sampling = rng.choice([{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
             params = SamplingParams(
-                **how, seed=rng.randrange(10**6), max_tokens=length, ignore_eos=True, logprobs=2
+                **sampling,
+                seed=rng.randrange(10**6),
+                max_tokens=length,
+                ignore_eos=True,
+                logprobs=2,
             )
             asks.append((tuple(prompt), params))
         return asks
 
-    # ------------------------------------------------------------------------ how it is served
+    # ------------------------------------------------------------------------------ serving
 
     def _serve(
         self, config: EngineConfig, asks: list[Ask]
@@ -251,10 +262,10 @@ class Fuzz:
     def _difference(
         self, ask: Ask, found: RequestOutput, cache_dtype: torch.dtype
     ) -> str | None:
-        """What is wrong with an output, in a line; None if nothing is."""
+        """What is wrong with an output, as text; None if nothing is."""
         wanted = self._reference(ask, cache_dtype)
         if found.finish_reason != "length" or len(found.token_ids) != len(wanted.token_ids):
-            return f"it ends by {found.finish_reason!r} after {len(found.token_ids)} tokens"
+            return f"it ends with {found.finish_reason!r} after {len(found.token_ids)} tokens"
         for i, (a, b) in enumerate(zip(found.token_ids, wanted.token_ids, strict=True)):
             if wanted.is_tie[i]:
                 return None
@@ -265,3 +276,36 @@ class Fuzz:
             if gap > TOLERANCE * noise_of(cache_dtype):
                 return f"log-probability of token {i} differs by {gap:.3g}"
         return None
+
+
+# ----------------------------------------------------------------------------- subcommand
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `bench.py check`."""
+    parser.add_argument("check", type=float, metavar="SECONDS", help="how long to try")
+    flags.add_flags(parser, FLAGS)
+
+
+def check_arguments(args: Namespace) -> None:
+    """Raise ValueError unless the time is positive and finite."""
+    check_float("SECONDS", args.check, 0.0, open_low=True)
+
+
+def run_command(args: Namespace) -> dict:
+    """Try and print; the report. Exits with 1 if there is a difference."""
+    torch.set_num_threads(args.threads)
+    device = resolve_device(args.device)
+    model = load(args.model, torch.float32, device).model
+    info = report.describe_hardware(device)
+    what = f"{args.model}, float32: {args.check:g} s of random trials"
+    report.print_heading(what, info)
+    found = Fuzz(model, args.seed).run(args.check)
+    print(
+        f"{found.trials} configurations, {found.requests} requests, {found.tokens} tokens: "
+        f"{len(found.faults) or 'no'} differences from each request alone"
+    )
+    print(", ".join(f"{name}: {count}" for name, count in sorted(found.seen.items())))
+    if found.faults:
+        sys.exit(1)
+    return {"machine": info, "check": vars(found)}

@@ -1,8 +1,8 @@
-"""What this machine can do at most, and how busy it is: measured, not looked up.
+"""What this hardware can do at most, and how busy it is: measured, not looked up.
 
     measure_hardware    bandwidth of a large copy, rate of a large matrix product
-    seconds_of         how long a call takes, when its inputs are not in a cache
-    GpuUtilization     what NVML says of the GPU while something runs
+    seconds_of          how long a call takes, when its inputs are not in a cache
+    GpuUtilization      what NVML says of the GPU while something runs
 
 NVML's utilization is the share of time in which *some* kernel ran: a GPU that runs one slow
 kernel on one of its multiprocessors is "100% utilized". The share of the roofline
@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from nanobatch.utils.arithmetic import cdiv
 
 WORKING_SET = 256 * 2**20  # bytes to go through before the first are read again
 GPU_SAMPLE_SECONDS = 0.02
@@ -47,9 +49,17 @@ def measure_hardware(device: torch.device, dtype: torch.dtype) -> Hardware:
     return Hardware(2 * source.nbytes / copy_seconds, 2 * size**3 / product_seconds)
 
 
+def describe_rates(hardware: Hardware) -> str:
+    """The measured rates in a line."""
+    return (
+        f"measured now: copy {hardware.bandwidth / 1e9:.0f} GB/s, matrix product "
+        f"{hardware.flop_rate / 1e12:.4g} TFLOP/s"
+    )
+
+
 def num_copies(num_bytes: int) -> int:
     """How many sets of inputs of that size fill WORKING_SET: one is enough for large ones."""
-    return min(MAX_CALLS, -(-WORKING_SET // max(1, num_bytes)))
+    return min(MAX_CALLS, cdiv(WORKING_SET, max(1, num_bytes)))
 
 
 def seconds_of(

@@ -1,20 +1,20 @@
-"""Time the kernels against what the machine can do, measured in the same run.
+"""`bench.py kernels`: each kernel against what the hardware can do, measured in the same run.
 
     decode     one query token a sequence: reads all keys and values once, so GB/s counts
     prefill    whole prompts: multiplies far more than it reads, so TFLOP/s counts
     the rest   RMSNorm, RoPE + write, SiLU x gate, and the sampler's two looks at the logits
 
-Beside our paged attention stand torch's scaled_dot_product_attention and, on a GPU, compiled
-FlexAttention, on dense keys of the same shape: what could be read if no sequence ever had to
-grow. All must agree before any is timed. Inputs rotate through more memory than a cache holds,
-as the layers of a model do.
+Paged attention is compared with torch's scaled_dot_product_attention and, on a GPU, with
+compiled FlexAttention, both on dense keys of the same shape: what could be read if no sequence
+ever grew. All must agree before any is timed. Inputs rotate through more memory than a cache
+holds, as the layers of a model do.
 
-Run by `python bench.py --kernels`. Source: figures are counted as FlashAttention's and
-FlashInfer's benchmarks count them.
+Source: figures are counted as FlashAttention's and FlashInfer's benchmarks count them.
 """
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,10 +26,18 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from nanobatch.attention import paged_attention
 from nanobatch.batch import Batch, Row, pack
-from nanobatch.bench.hardware import Hardware, num_copies, seconds_of
+from nanobatch.bench import flags, report
+from nanobatch.bench.hardware import (
+    Hardware,
+    describe_rates,
+    measure_hardware,
+    num_copies,
+    seconds_of,
+)
 from nanobatch.kernels.ops import rms_norm, rope_and_write, silu_mul
 from nanobatch.models.decoder import NUM_EXACT_LOGITS
 from nanobatch.utils.arithmetic import cdiv, keys_seen
+from nanobatch.utils.device import resolve_device, resolve_dtype
 
 # Query heads, KV heads, head dimension
 SHAPES = {"llama-2-7b": (32, 32, 128), "llama-3-8b": (32, 8, 128), "smollm2": (9, 3, 64)}
@@ -45,6 +53,7 @@ BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 OURS = "nanobatch"
 PEERS = ("SDPA", "FlexAttention")
+FLAGS = {"dtype": "auto", "device": "auto", "threads": None, "save_json": None}
 
 Call = Callable[[], object]
 
@@ -53,7 +62,7 @@ class Line(NamedTuple):
     """One line of the table.
 
     seconds: by system, ours first. amount: the least bytes or operations there are, and unit
-    says which. share: of the machine's bandwidth or rate, ours.
+    says which. share: of the hardware's bandwidth or rate, ours.
     """
 
     kernel: str
@@ -124,7 +133,7 @@ def attention_systems(
     scale = x.q_THD.shape[-1] ** -0.5
     S, _, query_len, _ = x.q_SHTD.shape
     is_prefill = query_len > 1
-    how = {"scale": scale, "enable_gqa": True}
+    options = {"scale": scale, "enable_gqa": True}
 
     def paged() -> Tensor:
         out_THD = paged_attention(x.q_THD, x.k_cache_NKPD, x.v_cache_NKPD, x.batch, scale=scale)
@@ -132,7 +141,7 @@ def attention_systems(
 
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(
-            x.q_SHTD, x.k_SKLD, x.v_SKLD, is_causal=is_prefill, **how
+            x.q_SHTD, x.k_SKLD, x.v_SKLD, is_causal=is_prefill, **options
         )
 
     systems = {OURS: paged, "SDPA": sdpa}
@@ -147,7 +156,7 @@ def attention_systems(
                 is_before, None, None, query_len, query_len, device=x.q_THD.device
             )
         systems["FlexAttention"] = lambda: flex(
-            x.q_SHTD, x.k_SKLD, x.v_SKLD, block_mask=mask, **how
+            x.q_SHTD, x.k_SKLD, x.v_SKLD, block_mask=mask, **options
         )
     return systems
 
@@ -158,7 +167,7 @@ class KernelBench:
 
     device: torch.device
     dtype: torch.dtype
-    machine: Hardware
+    hardware: Hardware
 
     def lines(self) -> Iterator[Line]:
         """All lines of the table, each as soon as it is measured. A case that does not fit
@@ -264,22 +273,46 @@ class KernelBench:
     def _line(
         self, kernel: str, shape: str, size: str, unit: str, amount: int, seconds: dict
     ) -> Line:
-        most = self.machine.bandwidth if unit == "GB/s" else self.machine.flop_rate
+        most = self.hardware.bandwidth if unit == "GB/s" else self.hardware.flop_rate
         return Line(kernel, shape, size, unit, amount, seconds, amount / seconds[OURS] / most)
 
 
 def print_lines(lines: Iterable[Line]) -> list[Line]:
     """Print each line as it comes: our rate and share, then the peers' rates. Returns all."""
-    columns = f"{'':12}  {'':10}  {'':>12}  {'us':>9}  {OURS:>15}  {'of the most':>11}"
-    print(columns + "".join(f"  {name:>13}" for name in PEERS))
+    table = report.Table("", ("us", OURS, "of the most", *PEERS), label_width=38)
     done = []
     for line in lines:
-        others = [f"{line.rate(p):.4g}" if p in line.seconds else "" for p in PEERS]
-        print(
-            f"{line.kernel:12}  {line.shape:10}  {line.size:>12}"
-            f"  {line.seconds[OURS] * 1e6:>9.1f}  {line.rate(OURS):>7.4g} {line.unit:7}"
-            f"  {line.share:>11.0%}" + "".join(f"  {rate:>13}" for rate in others),
-            flush=True,
+        ours = (
+            f"{line.seconds[OURS] * 1e6:.1f}",
+            f"{line.rate(OURS):.4g} {line.unit}",
+            f"{line.share:.0%}",
         )
+        peers = [f"{line.rate(p):.4g}" if p in line.seconds else "" for p in PEERS]
+        table.line(f"{line.kernel:12}  {line.shape:10}  {line.size:>12}", (*ours, *peers))
         done.append(line)
     return done
+
+
+# ----------------------------------------------------------------------------- subcommand
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `bench.py kernels`."""
+    flags.add_flags(parser, FLAGS)
+
+
+def run_command(args: Namespace) -> dict:
+    """Measure and print; the report."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    hardware, info = measure_hardware(device, dtype), report.describe_hardware(device)
+    report.print_heading(f"kernels, {report.dtype_name(dtype)}", info)
+    print(describe_rates(hardware))
+    with torch.inference_mode():
+        lines = print_lines(KernelBench(device, dtype, hardware).lines())
+    return {
+        "machine": info | hardware._asdict(),
+        "kernels": [line._asdict() for line in lines],
+    }

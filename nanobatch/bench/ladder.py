@@ -1,158 +1,65 @@
-"""The same requests through each way of batching: the rungs that bench.py names and measures.
+"""`bench.py`, `bench.py ladder`: the same requests through each way of batching (rungs.py).
 
-Always holds: every rung is given the same requests at the same times, and the same slots. A
-pass gives the tokens too, so that whoever compares speeds can check first that the work was
-the same, and the least work of each step (roofline.py), so that a speed can be held against
-what the machine can do.
+Sequential and static batches run padded, over a dense cache (static_batching.py); the other
+rungs run the engine. All on the identical requests, which arrive at once unless --request-rate
+says when.
 
-Taught in notebooks/08_measuring_honestly.ipynb. Source: the comparison is that of Orca (Yu et
-al., OSDI 2022).
+Always holds: every rung is warmed up; rungs take turns over the repeats; medians are shown; and
+no speed is shown unless all rungs have produced the same greedy tokens. (16-bit numbers round
+differently at each batch size, and keys and values in 8 bits may: there the table says how many
+outputs agree.)
+
+Several processes share the model: torchrun --nproc-per-node 2 bench.py --tensor-parallel-size 2
+
+Taught in notebooks/08_measuring_honestly.ipynb.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import statistics
+import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 
-from nanobatch.bench.hardware import Hardware
-from nanobatch.bench.static_batching import run_static_batch
+import torch
+
+from nanobatch.bench import flags, report
+from nanobatch.bench.hardware import GpuUtilization, Hardware, describe_rates, measure_hardware
+from nanobatch.bench.passes import Run, run_engine, run_static
+from nanobatch.bench.rungs import make_rungs
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
-from nanobatch.engine import LLMEngine, StepResult
-from nanobatch.metrics import InterTokenLatencies, summarize
+from nanobatch.extensions.tensor_parallel import Ranks, join
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.decoder import Decoder
-from nanobatch.plan import SchedulerOutput
-from nanobatch.request import RequestMetrics, SamplingParams
-from nanobatch.simulation.roofline import Work, step_work
+from nanobatch.models.loader import load
 from nanobatch.utils.arithmetic import cdiv
+from nanobatch.utils.device import resolve_device, resolve_dtype
+
+SMALL_MODEL = 10_000_000  # parameters; its products are too small to be shared between cores
+MODEL = {"model": "tiny", "dtype": "float32", "device": "auto", "threads": None}
+WORKLOAD = {
+    "num_prompts": 48, "input_len": "lognormal:32:1", "output_len": "lognormal:48:1",
+    "prefix_len": 32, "num_prefixes": 1, "num_turns": 1, "request_rate": "inf",
+    "burstiness": 1.0, "trace": None, "seed": 0,
+}  # fmt: skip
+ENGINE = {
+    "max_num_seqs": 16, "max_num_batched_tokens": 128, "block_size": 16, "policy": "fcfs",
+    "max_wait": None, "admission": "on_demand", "preemption": "recompute",
+    "num_host_blocks": 0, "attention_backend": "auto", "kv_cache_dtype": "auto",
+    "no_enable_prefix_caching": False, "enforce_eager": False, "tensor_parallel_size": 1,
+}  # fmt: skip
+REPORT = {"repeat": 3, "goodput": None, "save_json": None, "plot": None}
+
+Rung = Callable[[Sequence[WorkItem]], Run]
 
 
-@dataclass
-class Run:
-    """One system's pass over the requests; times in seconds from its start.
-
-    work: the least that each step had to do. itl: times between tokens. gpu_utilization: what
-    NVML says, if it does.
-    """
-
-    outputs: list[list[int]]
-    metrics: list[RequestMetrics]
-    slot_utilization: float
-    work: list[Work]
-    itl: InterTokenLatencies | None = None
-    gpu_utilization: float | None = None
-
-    def summary(
-        self, machine: Hardware | None, goodput: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """The figures under the keys of bench.py's JSON; a share of the roofline if the
-        machine was measured."""
-        duration = max(m.finish_time for m in self.metrics)
-        figures = summarize(self.metrics, duration, self.itl, goodput)
-        figures["slot_utilization"] = self.slot_utilization
-        if machine is not None:
-            at_best = sum(work.seconds(*machine) for work in self.work)
-            figures["roofline_utilization"] = at_best / duration
-        if self.gpu_utilization is not None:
-            figures["nvml_gpu_utilization"] = self.gpu_utilization
-        return figures
-
-
-@dataclass
-class WatchedRunner:
-    """A runner that notes the least work of each of its steps."""
-
-    runner: ModelRunner
-    work: list[Work] = field(default_factory=list)
-
-    def run(self, plan: SchedulerOutput) -> StepResult:
-        rows = [(s.request.num_computed_tokens, s.num_tokens) for s in plan.scheduled]
-        num_logits = sum(s.num_logits for s in plan.scheduled)
-        sizes = (self.runner.dtype.itemsize, self.runner.cache_dtype.itemsize)
-        self.work.append(step_work(self.runner.model.config, rows, num_logits, *sizes))
-        return self.runner.run(plan)
-
-
-def run_static(
-    runner: ModelRunner, items: Sequence[WorkItem], batch_size: int, num_slots: int
-) -> Run:
-    """Batches of at most batch_size, of those that have arrived when the last one is done. A
-    row is credited at its own last token, though a server that returns whole batches would
-    make it wait for the longest."""
-    clock, model = runner.clock, runner.model
-    outputs, metrics, num_turns, work = [], [], 0, []
-    itl = InterTokenLatencies()
-    itemsize = runner.dtype.itemsize
-    start = clock.now()
-    while len(outputs) < len(items):
-        first = len(outputs)
-        clock.sleep_until(start + items[first].arrival_time)
-        now = clock.now() - start
-        num_here = sum(item.arrival_time <= now for item in items[first : first + batch_size])
-        batch = items[first : first + num_here]
-        rows = [
-            RequestMetrics(i.arrival_time, now, num_prompt_tokens=len(i.prompt_token_ids))
-            for i in batch
-        ]
-        tokens: list[list[int]] = [[] for _ in batch]
-        prompts = [i.prompt_token_ids for i in batch]
-        steps = [(0, len(prompt)) for prompt in prompts]
-        max_tokens = [i.num_output_tokens for i in batch]
-        how = {"cache_dtype": runner.cache_dtype}
-        for emitted in run_static_batch(model, prompts, max_tokens, **how):
-            now = clock.now() - start
-            num_turns += len(emitted)
-            itl.step([f"{first + row}" for row in emitted], now)
-            alive = [steps[row] for row in emitted]
-            work.append(step_work(model.config, alive, len(alive), itemsize))
-            steps = [(start + num_tokens, 1) for start, num_tokens in steps]
-            for row, token_id in emitted.items():
-                tokens[row].append(token_id)
-                if len(tokens[row]) == 1:
-                    rows[row].first_token_time = now
-                rows[row].finish_time = now
-                rows[row].num_output_tokens = len(tokens[row])
-        outputs += tokens
-        metrics += rows
-    return Run(outputs, metrics, num_turns / (len(work) * num_slots), work, itl)
-
-
-def run_engine(runner: ModelRunner, items: Sequence[WorkItem], config: EngineConfig) -> Run:
-    """A fresh engine, cold prefix cache included: a runner keeps nothing between requests."""
-    watched, itl = WatchedRunner(runner), InterTokenLatencies()
-    config = replace(config, num_blocks=runner.config.num_blocks)
-    engine = LLMEngine(config, watched, clock=runner.clock)
-    start = engine.clock.now()
-    coming, done = list(enumerate(items))[::-1], {}
-    while coming or engine.has_unfinished():
-        if not engine.has_unfinished():
-            engine.clock.sleep_until(start + coming[-1][1].arrival_time)
-        while coming and start + coming[-1][1].arrival_time <= engine.clock.now():
-            i, item = coming.pop()
-            engine.add_request(
-                item.prompt_token_ids,
-                SamplingParams(
-                    temperature=0, max_tokens=item.num_output_tokens, ignore_eos=True
-                ),
-                request_id=str(i),
-                arrival_time=start + item.arrival_time,
-            )
-        outs = engine.step()
-        itl.step([out.request_id for out in outs], engine.clock.now())
-        done |= {out.request_id: out for out in outs if out.finished}
-    outs = [done[str(i)] for i in range(len(items))]
-    names = ("arrival_time", "first_scheduled_time", "first_token_time", "finish_time")
-    metrics = [
-        replace(o.metrics, **{n: getattr(o.metrics, n) - start for n in names}) for o in outs
-    ]
-    tokens = [o.token_ids for o in outs]
-    return Run(tokens, metrics, engine.stats.slot_utilization, watched.work, itl)
-
-
-def make_ladder(
-    model: Decoder, longest: int, config: EngineConfig
-) -> dict[str, Callable[[Sequence[WorkItem]], Run]]:
+def make_ladder(model: Decoder, longest: int, config: EngineConfig) -> dict[str, Rung]:
     """The rungs by name; each takes the requests to run.
 
     Args:
@@ -162,21 +69,144 @@ def make_ladder(
             continuous rungs the policy, the admission, the paged cache and who reads it.
     """
     slots = config.max_num_seqs
-    chunked = replace(config, max_model_len=longest, enable_prefix_caching=False)
-    whole = replace(
-        chunked,
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=max(longest, chunked.max_num_batched_tokens),
-    )
-    cached = replace(config, max_model_len=longest)
+    configs = make_rungs(replace(config, max_model_len=longest), longest)
     # One runner serves all; on a GPU its pool is what they need, not all memory there is.
     on_cuda = model.embed.weight.is_cuda
     num_blocks = slots * cdiv(longest, config.block_size) if on_cuda else None
-    runner = ModelRunner(model, replace(whole, num_blocks=num_blocks))
-    return {
-        "sequential": lambda items: run_static(runner, items, 1, slots),
-        "static": lambda items: run_static(runner, items, slots, slots),
-        "continuous": lambda items: run_engine(runner, items, whole),
-        "+ chunked prefill": lambda items: run_engine(runner, items, chunked),
-        "+ prefix cache": lambda items: run_engine(runner, items, cached),
+    runner = ModelRunner(model, replace(configs["continuous"], num_blocks=num_blocks))
+    rungs: dict[str, Rung] = {}
+    for name, rung in configs.items():
+        if name in ("sequential", "static"):
+            sizes = {"batch_size": rung.max_num_seqs, "num_slots": slots}
+            rungs[name] = functools.partial(run_static, runner, **sizes)
+        else:
+            rungs[name] = functools.partial(run_engine, runner, config=rung)
+    return rungs
+
+
+def compare_tokens(runs: Mapping[str, Run], rounding: str | None) -> str:
+    """What to say of the systems' greedy tokens.
+
+    Exits if the systems are not comparable: other tokens where no rounding explains it, else
+    other numbers of tokens.
+    """
+    reference_name, reference = next(iter(runs.items()))
+    differ = set()
+    for name, run in runs.items():
+        for i, (a, b) in enumerate(zip(reference.outputs, run.outputs, strict=True)):
+            if len(a) != len(b) or (rounding is None and a != b):
+                sys.exit(
+                    f"request {i}: {reference_name} has the tokens {a},\n{name} has {b}.\n"
+                    "Systems that disagree are not compared."
+                )
+            if a != b:
+                differ.add(i)
+    if not differ:
+        return "the same in all"
+    num_same = len(reference.outputs) - len(differ)
+    return f"{num_same} of {len(reference.outputs)} outputs the same in all ({rounding})"
+
+
+def measure(
+    rungs: Mapping[str, Rung],
+    items: Sequence[WorkItem],
+    repeat: int,
+    device: torch.device,
+    rounding: str | None,
+) -> tuple[dict[str, list[Run]], str]:
+    """Run the rungs in turns, `repeat` times; their runs, and what to say of their tokens.
+
+    The rungs are warm already. rounding: why greedy tokens may differ; None: they may not.
+    """
+    runs: dict[str, list[Run]] = {name: [] for name in rungs}
+    said = ""
+    for _ in range(repeat):
+        for name, rung in rungs.items():
+            with GpuUtilization(device) as gpu:
+                runs[name].append(rung(items))
+            runs[name][-1].gpu_utilization = gpu.mean
+        said = compare_tokens({name: passes[-1] for name, passes in runs.items()}, rounding)
+    return runs, said
+
+
+def median_summary(
+    runs: Sequence[Run], hardware: Hardware | None, goodput: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Each figure's median over the runs."""
+    summaries = [run.summary(hardware, goodput) for run in runs]
+    return {key: statistics.median(s[key] for s in summaries) for key in summaries[0]}
+
+
+# ----------------------------------------------------------------------------- subcommand
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `bench.py ladder`."""
+    flags.add_flags(parser, MODEL)
+    flags.add_flags(parser, WORKLOAD, f"workload ({flags.LENGTHS})")
+    flags.add_flags(parser, ENGINE, "engine (names as in EngineConfig)")
+    flags.add_flags(parser, REPORT, "measurement and report")
+
+
+def check_arguments(args: Namespace) -> None:
+    """Raise ValueError for what cannot be or would be ignored."""
+    flags.check_workload(args)
+    if len(args.request_rate) > 1:
+        raise ValueError("--request-rate takes several rates only with bench.py simulate")
+    flags.check_engine(args)
+    if args.plot is not None:
+        flags.check_writable("--plot", timeline_file(args.plot))
+
+
+def run_command(args: Namespace, figures=None) -> dict:
+    """Measure and print; the report. figures: nanobatch.viz, which draws for --plot."""
+    ranks = join(args.tensor_parallel_size, args.device)
+    if ranks.rank == 0:
+        return _run(args, ranks, figures)
+    args.save_json = args.plot = None  # every rank does the same; one of them reports it
+    with contextlib.redirect_stdout(io.StringIO()):
+        return _run(args, ranks, figures)
+
+
+def _run(args: Namespace, ranks: Ranks, figures) -> dict:
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    loaded = load(args.model, dtype, device, ranks=ranks)
+    model, rate = loaded.model, args.request_rate[0]
+    is_small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
+    if args.threads or is_small:
+        torch.set_num_threads(args.threads or 1)
+    encode = None if loaded.tokenizer is None else loaded.tokenizer.encode
+    items = flags.make_items(args, rate, min(256, model.vocab_size), encode)
+    info = report.describe_hardware(device)
+    what = flags.describe_items(items, rate)
+    report.print_heading(f"{args.model}, {args.dtype}: {what}, {args.max_num_seqs} slots", info)
+    hardware = measure_hardware(device, dtype) if device.type == "cuda" else None
+    if hardware is not None:
+        print(describe_rates(hardware))
+    rungs = make_ladder(model, flags.longest_of(items), flags.engine_config(args))
+    for rung in rungs.values():  # warm up
+        few = items[: args.max_num_seqs]
+        rung([replace(item, num_output_tokens=2, arrival_time=0.0) for item in few])
+    rounding = None if dtype == torch.float32 else "16-bit numbers"
+    if args.kv_cache_dtype != "auto":
+        rounding = f"near ties that {args.kv_cache_dtype} rounds differently"
+    runs, said = measure(rungs, items, args.repeat, device, rounding)
+    systems = {
+        name: median_summary(passes, hardware, args.goodput) for name, passes in runs.items()
     }
+    print(f"greedy tokens: {said}; medians of {args.repeat}\n")
+    report.print_systems(systems)
+    if args.plot:
+        title = f"{args.model}: {len(items)} requests, {args.max_num_seqs} slots"
+        figures.ladder(systems, title).savefig(args.plot, dpi=150)
+        timed = [runs[name][-1].metrics for name in ("static", "continuous")]
+        timeline = figures.static_against_continuous(*timed, args.max_num_seqs)
+        timeline.savefig(timeline_file(args.plot), dpi=150)
+    return {"machine": info, "systems": systems}
+
+
+def timeline_file(plot: str) -> Path:
+    """Where the second figure of --plot goes."""
+    file = Path(plot)
+    return file.with_stem(file.stem + "_timeline")

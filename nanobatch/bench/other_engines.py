@@ -1,17 +1,18 @@
-"""Other engines on the same requests: each in a process of its own, driven over a pipe.
+"""`bench.py compare`: nanobatch and other engines on one workload, taking turns.
 
-    bench.py --- {"prompts": [[ids]], "output_lens": [n]} ---> python other_engines.py vllm DIR
-             <-- {"seconds": s, "first_token": s, "tokens": [[ids]]} --
+    workload W1    64 requests at once, prompts and outputs of 16 to 256 tokens
+             W2    16 requests at once, prompts of 512 to 1024, outputs of 64 to 128
+             one   a single request, 700 tokens and 128
 
-This file is both ends: run as a script it is the other engine's process, under whatever
-interpreter has that engine, so it imports nothing of this package. Models are loaded once;
-then the engines take turns on the machine, which is nobody else's while one of them works.
+    bench.py compare --model smollm2 --baseline vllm --baseline hf --workload W1
 
-Always holds: greedy, the end of text ignored, so that all compute the same number of tokens.
+Each other engine runs in a process of its own (engine_process.py), driven over a pipe, under
+whatever interpreter has it (--baseline-python). Models are loaded once; then the engines take
+turns, so that each has the machine to itself while it works.
 
-    vllm    vLLM's offline LLM.generate; on a CPU bound to all cores, with tcmalloc and
-            libiomp5 preloaded where they are found, as its documentation advises
-    hf      transformers' generate on left-padded static batches of 32
+Always holds: the same weights, prompts and output lengths, greedy, the end of text ignored;
+each engine is warmed up. On a machine that others use too, only ratios of neighbouring passes
+mean anything: their median is what is shown.
 """
 
 from __future__ import annotations
@@ -19,20 +20,40 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+import nanobatch
+from nanobatch.bench import engine_process, flags, report
+from nanobatch.bench.passes import run_engine
+from nanobatch.bench.workload import WorkItem
+from nanobatch.config import EngineConfig
+from nanobatch.model_runner import ModelRunner
+from nanobatch.models.loader import load, save
+from nanobatch.utils.device import resolve_dtype
+
+PROCESS = Path(engine_process.__file__)
+PAUSE = 0.5  # seconds between two engines: threads of the one before may still spin
+OURS = "nanobatch"
 BASELINES = ("vllm", "hf")
-HF_BATCH = 32
 # Requests, seed, bounds of the lengths of prompts and outputs (both included).
 WORKLOADS = {
     "W1": (64, 0, (16, 256), (16, 256)),
     "W2": (16, 1, (512, 1024), (64, 128)),
     "one": (1, 2, (700, 700), (128, 128)),
 }
+FLAGS = {
+    "model": "tiny", "dtype": "auto", "threads": None, "repeat": 3, "save_json": None,
+}  # fmt: skip
 
 
 def make_workload(name: str) -> tuple[list[list[int]], list[int]]:
@@ -63,7 +84,7 @@ class Baseline:
         threads: cores to use.
 
     Raises:
-        ValueError: it cannot be started there. What it said went to stderr.
+        ValueError: it cannot be started there. What it printed went to stderr.
     """
 
     def __init__(self, name: str, python: str, directory: Path, dtype: str, threads: int):
@@ -71,8 +92,8 @@ class Baseline:
         extra = _vllm_environment(python, threads) if name == "vllm" else {}
         try:
             self._process = subprocess.Popen(
-                [python, __file__, name, str(directory), dtype, str(threads)],
-                env=extra | os.environ,  # who set one of them by hand knows better
+                [python, str(PROCESS), name, str(directory), dtype, str(threads)],
+                env=extra | os.environ,  # what the user has set wins
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -83,8 +104,8 @@ class Baseline:
 
     def run(self, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]) -> dict:
         """{"seconds", "first_token" (seconds; None if not known), "tokens"} of one pass."""
-        ask = {"prompts": prompts, "output_lens": output_lens}
-        self._process.stdin.write(json.dumps(ask) + "\n")
+        request = {"prompts": prompts, "output_lens": output_lens}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -102,7 +123,8 @@ class Baseline:
 
 
 def _vllm_environment(python: str, threads: int) -> dict[str, str]:
-    """What vLLM's documentation advises for a CPU. By its own choice it takes one core."""
+    """What vLLM's documentation advises for a CPU: all cores (by default it takes one), and
+    tcmalloc and libiomp5 preloaded where they are found."""
     where = [Path(python).parent.parent / "lib", Path("/usr/lib/x86_64-linux-gnu")]
     names = ("libtcmalloc_minimal.so.4", "libiomp5.so")
     found = [str(d / n) for n in names for d in where if (d / n).exists()]
@@ -114,85 +136,166 @@ def _vllm_environment(python: str, threads: int) -> dict[str, str]:
     }
 
 
-# ------------------------------------------------------------- in the other engine's process
+@dataclass
+class Standing:
+    """One engine's passes: seconds, and seconds to the first token of the first request."""
+
+    version: str
+    seconds: list[float] = field(default_factory=list)
+    first_token: list[float | None] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
 
 
-def _vllm(directory: str, dtype: str, threads: int):
-    import vllm
+def compare(
+    model: str,
+    dtype: torch.dtype,
+    workload: str,
+    pythons: Mapping[str, str],
+    repeat: int,
+) -> dict[str, Standing]:
+    """Run the workload `repeat` times on nanobatch and on each of the others, in turns.
 
-    engine = vllm.LLM(
-        directory, dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False,
-        max_model_len=2048, disable_log_stats=True,
-    )  # fmt: skip
+    Args:
+        model: anything LLM() takes.
+        dtype: of the weights, in all engines.
+        workload: a name in WORKLOADS.
+        pythons: by name of a baseline, the interpreter that has it.
 
-    def run(prompts, output_lens):
-        params = [
-            vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-            for n in output_lens
-        ]
-        asks = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outs = engine.generate(asks, params, use_tqdm=False)
-        return [list(out.outputs[0].token_ids) for out in outs], None
-
-    return vllm.__version__, run
-
-
-def _hf(directory: str, dtype: str, threads: int):
-    import torch
-    import transformers
-
-    torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype)
-    ).eval()
-
-    def run_batch(prompts, output_lens):
-        """Tokens of one batch, each row cut to its own length, and when the first came."""
-        longest, first_token = max(map(len, prompts)), []
-
-        def note_the_time(ids, scores, **kwargs):
-            if not first_token:
-                first_token.append(time.perf_counter())
-            return torch.zeros(len(ids), dtype=torch.bool)
-
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=max(output_lens), do_sample=False,
-            eos_token_id=None, pad_token_id=0, stopping_criteria=[note_the_time],
-        )[:, longest:].tolist()  # fmt: skip
-        return [row[:n] for row, n in zip(out, output_lens)], first_token[0]  # noqa: B905
-
-    def run(prompts, output_lens):
-        tokens, times = [], []
-        for i in range(0, len(prompts), HF_BATCH):
-            part = slice(i, i + HF_BATCH)
-            done, first_token = run_batch(prompts[part], output_lens[part])
-            tokens += done
-            times.append(first_token)
-        return tokens, times[0]
-
-    return transformers.__version__, run
+    Raises:
+        ValueError: an engine cannot be started, or there is no such workload.
+    """
+    prompts, output_lens = make_workload(workload)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load(model, dtype).model
+        vocab_size = loaded.config.vocab_size
+        prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
+        directory = Path(model)
+        if not (directory / "config.json").exists():
+            directory = Path(folder)
+            save(loaded, directory)
+        threads = torch.get_num_threads()
+        name = str(dtype).removeprefix("torch.")
+        others = {}
+        try:
+            for baseline, python in pythons.items():
+                others[baseline] = Baseline(baseline, python, directory, name, threads)
+            return _take_turns(loaded, others, prompts, output_lens, repeat)
+        finally:
+            for other in others.values():
+                other.close()
 
 
-def main() -> None:
-    """Load one engine, say its version, then answer asks until the pipe is closed."""
-    name, directory, dtype, threads = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints is no answer
+def _take_turns(model, others, prompts, output_lens, repeat) -> dict[str, Standing]:
+    # The activations of a step of 1024 tokens fit into a CPU's caches; those of 2048 do not.
+    config = EngineConfig(enable_prefix_caching=False, max_num_batched_tokens=1024)
+    runner = ModelRunner(model, config)
 
-    def answer(what: dict) -> None:
-        print(json.dumps(what), file=answers, flush=True)
-
-    version, run = {"vllm": _vllm, "hf": _hf}[name](directory, dtype, int(threads))
-    answer({"version": version})
-    for line in sys.stdin:
+    def ours(prompts, output_lens):
+        items = [WorkItem(prompt, n) for prompt, n in zip(prompts, output_lens, strict=True)]
         start = time.perf_counter()
-        tokens, first_token = run(**json.loads(line))
+        run = run_engine(runner, items, runner.config)
         seconds = time.perf_counter() - start
-        ttft = None if first_token is None else first_token - start
-        answer({"seconds": seconds, "first_token": ttft, "tokens": tokens})
+        first_token = run.metrics[0].first_token_time
+        return {"seconds": seconds, "first_token": first_token, "tokens": run.outputs}
+
+    engines = {OURS: ours} | {name: other.run for name, other in others.items()}
+    standings = {OURS: Standing(nanobatch.__version__)}
+    standings |= {name: Standing(other.version) for name, other in others.items()}
+    for run in engines.values():
+        run(prompts[:4], [4] * len(prompts[:4]))
+    for _ in range(repeat):
+        for name, run in engines.items():
+            time.sleep(PAUSE)
+            result, standing = run(prompts, output_lens), standings[name]
+            standing.seconds.append(result["seconds"])
+            standing.first_token.append(result["first_token"])
+            standing.outputs = result["tokens"]
+    return standings
 
 
-if __name__ == "__main__":
-    main()
+def table(standings: Mapping[str, Standing], num_output_tokens: int) -> Sequence[dict]:
+    """The figures of each engine.
+
+    Ratios are nanobatch's figure over the other's, medians over neighbouring passes: of output
+    tokens/s; and for a single request of the time to its first token and of tokens/s after it.
+    """
+    ours = standings[OURS]
+
+    def decode_rate(standing: Standing, i: int) -> float:
+        return (num_output_tokens - 1) / (standing.seconds[i] - standing.first_token[i])
+
+    lines = []
+    for name, other in standings.items():
+        passes = range(len(other.seconds))
+        line = {
+            "engine": name,
+            "version": other.version,
+            "output_throughput": num_output_tokens / statistics.median(other.seconds),
+            "ratio": statistics.median(other.seconds[i] / ours.seconds[i] for i in passes),
+            "num_same_outputs": sum(map(list.__eq__, other.outputs, ours.outputs)),
+        }
+        if len(other.outputs) == 1 and None not in other.first_token:
+            rates = [decode_rate(other, i) for i in passes]
+            line["ttft_ms"] = statistics.median(other.first_token) * 1e3
+            line["ttft_ratio"] = statistics.median(
+                ours.first_token[i] / other.first_token[i] for i in passes
+            )
+            line["decode_throughput"] = statistics.median(rates)
+            line["decode_ratio"] = statistics.median(
+                decode_rate(ours, i) / rates[i] for i in passes
+            )
+        lines.append(line)
+    return lines
+
+
+# ----------------------------------------------------------------------------- subcommand
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `bench.py compare`."""
+    text = "another engine (again for more)"
+    parser.add_argument(
+        "--baseline", action="append", required=True, choices=BASELINES, help=text
+    )
+    text = "the interpreter that has it (default: this one)"
+    parser.add_argument(
+        "--baseline-python", action="append", default=[], metavar="NAME=PATH", help=text
+    )
+    parser.add_argument("--workload", default="W1", choices=tuple(WORKLOADS))
+    flags.add_flags(parser, FLAGS)
+
+
+def check_arguments(args: Namespace) -> None:
+    """Raise ValueError for what cannot be or would be ignored."""
+    names = [text.partition("=")[0] for text in args.baseline_python]
+    for name, text in zip(names, args.baseline_python, strict=True):
+        if name not in args.baseline or "=" not in text:
+            raise ValueError(
+                f"--baseline-python is {text}; it must be NAME=PATH of a --baseline"
+            )
+    for flag, given in (("--baseline", args.baseline), ("--baseline-python", names)):
+        if len(set(given)) < len(given):
+            raise ValueError(f"{flag} names {max(given, key=given.count)} twice")
+
+
+def run_command(args: Namespace) -> dict:
+    """Measure and print; the report."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device("cpu")
+    dtype, info = resolve_dtype(args.dtype, device), report.describe_hardware(device)
+    pythons = dict.fromkeys(args.baseline, sys.executable)
+    pythons |= dict(text.split("=", 1) for text in args.baseline_python)
+    what = f"{args.model}, {report.dtype_name(dtype)}: workload {args.workload}"
+    report.print_heading(what, info)
+    standings = compare(args.model, dtype, args.workload, pythons, args.repeat)
+    num_tokens = sum(make_workload(args.workload)[1])
+    lines = table(standings, num_tokens)
+    print(f"{num_tokens} output tokens; {args.repeat} passes in turns, medians\n")
+    columns = [name for name in max(lines, key=len) if name not in ("engine", "version")]
+    printed = report.Table("", columns, label_width=22)
+    for line in lines:
+        cells = [f"{line[name]:.4g}" if name in line else "" for name in columns]
+        printed.line(f"{line['engine']} {line['version']}", cells)
+    print("\nratio: nanobatch's output tokens/s over this engine's")
+    return {"machine": info, "engines": lines}

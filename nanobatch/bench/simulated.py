@@ -1,37 +1,72 @@
-"""What to compare on the simulator: the ladder, and each choice with its alternatives.
+"""`bench.py simulate MODEL@GPU`: the real scheduler on a simulated GPU. Needs no torch.
 
-    ladder       sequential, static, continuous, + chunked prefill, + prefix cache
+--compare says what the lines of the table are:
+
+    ladder       sequential, static, continuous, + chunked prefill, + prefix cache (rungs.py)
     admission    static, on_demand, reserve, predict
-    policy       fcfs, sjf (with the lengths known, and learned), each with max_wait
+    policy       fcfs, sjf (knowing the lengths), sjf with a max_wait, sjf (learning lengths)
     preemption   recompute, swap
     router       round_robin, least_loaded, prefix_aware: which of several engines
     none         the engine as it is configured
 
-Every row is given the same requests on the same GPU, or on several of them. Run by `python
-bench.py --simulate MODEL@GPU --compare KIND`. Taught in
-notebooks/03_iteration_level_scheduling.ipynb and 08_measuring_honestly.ipynb.
+    bench.py simulate llama-2-7b@a100-80gb --compare policy --request-rate 8
+    bench.py simulate llama-2-7b@a100-80gb --num-replicas 4
+
+Several rates, --request-rate 1,2,4, are a sweep. Several replicas have other defaults: 2,000
+prompts behind 200 shared prefixes of 1,000 tokens, 25 a second, 64 slots.
+
+Always holds: every system is given the same requests on the same GPU, or on several of them.
+
+Taught in notebooks/03_iteration_level_scheduling.ipynb and 08_measuring_honestly.ipynb.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nanobatch.bench import flags, report
+from nanobatch.bench.rungs import make_rungs
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
 from nanobatch.policies.ordering import SJF, LearnedLengths, Policy
 from nanobatch.request import Request, SamplingParams
 from nanobatch.simulation.replica import SimulationResult
 from nanobatch.simulation.router import ROUTERS
-from nanobatch.simulation.simulator import ReplicasResult, simulate, simulate_replicas
+from nanobatch.simulation.simulator import (
+    ReplicasResult,
+    make_cost_model,
+    simulate,
+    simulate_replicas,
+)
 
 STOP_TOKEN = 1 << 30  # ends a text; in no vocabulary
+PROGRESS_FROM = 5000  # requests; fewer take seconds
+WORKLOAD = {
+    "num_prompts": 500, "input_len": "uniform:50:300", "output_len": "lognormal:200:0.5",
+    "prefix_len": 0, "num_prefixes": 1, "num_turns": 1, "request_rate": "inf",
+    "burstiness": 1.0, "trace": None, "seed": 0,
+}  # fmt: skip
+ENGINE = {
+    "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 16, "num_blocks": None,
+    "policy": "fcfs", "max_wait": None, "admission": "on_demand", "preemption": "recompute",
+    "num_host_blocks": 0, "kv_cache_dtype": "auto", "no_enable_prefix_caching": False,
+    "tensor_parallel_size": 1,
+}  # fmt: skip
+# Of a comparison of routers: more requests, and prefixes for them to share.
+REPLICAS = {
+    "num_prompts": 2000, "prefix_len": 1000, "num_prefixes": 200, "request_rate": "25",
+    "max_num_seqs": 64, "num_replicas": 4, "router": "prefix_aware",
+}  # fmt: skip
+REPORT = {"goodput": None, "save_json": None, "plot": None}
 
 
 @dataclass(frozen=True)
 class System:
-    """One row of a comparison. policy makes one anew, as policies may learn; a router makes it
-    a row of several replicas."""
+    """One line of a comparison. policy makes one anew, as policies may learn; a router makes it
+    a line of several replicas."""
 
     config: EngineConfig
     policy: Callable[[], Policy] | None = None
@@ -39,19 +74,8 @@ class System:
 
 
 def ladder(config: EngineConfig, longest: int) -> dict[str, System]:
-    """From one request at a time to all that the engine has."""
-    chunked = replace(config, enable_prefix_caching=False)
-    budget = max(longest, config.max_num_batched_tokens)
-    whole = replace(chunked, enable_chunked_prefill=False, max_num_batched_tokens=budget)
-    whole = replace(whole, max_model_len=longest)
-    static = replace(chunked, batching="static", admission="reserve")
-    return {
-        "sequential": System(replace(whole, max_num_seqs=1)),
-        "static": System(static),
-        "continuous": System(whole),
-        "+ chunked prefill": System(chunked),
-        "+ prefix cache": System(config),
-    }
+    """From one request at a time to all that the engine has (rungs.py)."""
+    return {name: System(rung) for name, rung in make_rungs(config, longest).items()}
 
 
 def admissions(config: EngineConfig, longest: int) -> dict[str, System]:
@@ -81,7 +105,7 @@ def policies(config: EngineConfig, longest: int) -> dict[str, System]:
 
 
 def preemptions(config: EngineConfig, longest: int) -> dict[str, System]:
-    """What happens to whom gives way."""
+    """What happens to a preempted request."""
     num_host_blocks = config.num_host_blocks or 100_000
     swap = replace(config, preemption="swap", num_host_blocks=num_host_blocks)
     return {"recompute": System(replace(config, preemption="recompute")), "swap": System(swap)}
@@ -133,9 +157,9 @@ def run(
     goodput: Mapping[str, float] | None = None,
     progress: bool = False,
 ) -> SimulationResult | ReplicasResult:
-    """Simulate one row of a comparison; no timeline is kept. num_replicas counts only for a
+    """Simulate one line of a comparison; no timeline is kept. num_replicas counts only for a
     system with a router."""
-    how = {
+    options = {
         "model": model,
         "gpu": gpu,
         "config": system.config,
@@ -147,6 +171,106 @@ def run(
     }
     requests = requests_of(items, max_tokens)
     if system.router is not None:
-        return simulate_replicas(requests, num_replicas, system.router, **how)
+        return simulate_replicas(requests, num_replicas, system.router, **options)
     policy = None if system.policy is None else system.policy()
-    return simulate(requests, policy=policy, **how)
+    return simulate(requests, policy=policy, **options)
+
+
+# ----------------------------------------------------------------------------- subcommand
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `bench.py simulate`."""
+    parser.add_argument("simulate", metavar="MODEL@GPU", help="llama-2-7b@a100-80gb")
+    parser.add_argument("--compare", choices=tuple(COMPARISONS), help="(default: ladder)")
+    text = f"engines; compares routers (default: {REPLICAS['num_replicas']})"
+    parser.add_argument("--num-replicas", type=int, help=text)
+    text = f"whose replicas are shown one by one (default: {REPLICAS['router']})"
+    parser.add_argument("--router", choices=ROUTERS, help=text)
+    parser.add_argument(
+        "--max-tokens", type=int, help="what requests ask for (default: what they will get)"
+    )
+    flags.add_flags(parser, WORKLOAD, f"workload ({flags.LENGTHS})")
+    flags.add_flags(parser, ENGINE, "engine (names as in EngineConfig)")
+    flags.add_flags(parser, REPORT, "report")
+
+
+def check_arguments(args: Namespace) -> None:
+    """Raise ValueError for what cannot be or would be ignored."""
+    if args.simulate.count("@") != 1:
+        raise ValueError(f"simulate {args.simulate}: it must be MODEL@GPU")
+    if args.compare is None:
+        args.compare = "router" if "num_replicas" in args.given else "ladder"
+    where = f"with --compare {args.compare}"
+    if args.compare == "router":
+        vars(args).update((k, v) for k, v in REPLICAS.items() if k not in args.given)
+    else:
+        flags.refuse(args, ("num_replicas", "router"), f"{where}; it must be router")
+    if args.compare in ("admission", "policy", "preemption"):
+        flags.refuse(args, (args.compare,), f"{where}, which has them all")
+    flags.check_workload(args)
+    if len(set(args.request_rate)) < len(args.request_rate):
+        raise ValueError("--request-rate has a rate twice")
+    flags.check_engine(args)
+    model, gpu = args.simulate.split("@")
+    sizes = (args.tensor_parallel_size, args.block_size, args.kv_cache_dtype)
+    make_cost_model(model, gpu, *sizes)
+
+
+def run_command(args: Namespace, figures=None) -> dict:
+    """Simulate and print; the report. figures: nanobatch.viz, which draws for --plot."""
+    systems: dict[str, dict[str, float]] = {}
+    is_sweep = len(args.request_rate) > 1
+    for rate in args.request_rate:
+        suffix = f" @ {rate:g}" if is_sweep else ""
+        of_rate = _simulate_rate(args, rate)
+        systems |= {name + suffix: one for name, one in of_rate.items()}
+    if args.plot:
+        title = "{} on {}, simulated".format(*args.simulate.split("@"))
+        draw = figures.throughput_against_latency if is_sweep else figures.ladder
+        draw(systems, title).savefig(args.plot, dpi=150)
+    return {"systems": systems}
+
+
+def _simulate_rate(args: Namespace, rate: float | None) -> dict[str, dict[str, float]]:
+    """All systems at one request rate, printed; their figures by name."""
+    model, gpu = args.simulate.split("@")
+    items = flags.make_items(args, rate, vocab_size=256)
+    longest_output = max(item.num_output_tokens for item in items)
+    if args.max_tokens is not None and args.max_tokens < longest_output:
+        raise ValueError(
+            f"--max-tokens is {args.max_tokens}; an output has {longest_output} tokens, and it "
+            "must ask for as many"
+        )
+    where = f"{model} on {gpu}"
+    if args.compare == "router":
+        where = f"{args.num_replicas} times {where}"
+    print(f"{where}, simulated: {flags.describe_items(items, rate)}")
+    config = flags.engine_config(args)
+    simulate_one = functools.partial(
+        run,
+        items=items,
+        max_tokens=args.max_tokens,
+        num_replicas=args.num_replicas,
+        model=model,
+        gpu=gpu,
+        tensor_parallel_size=args.tensor_parallel_size,
+        goodput=args.goodput,
+        progress=len(items) > PROGRESS_FROM,
+    )
+    compared = COMPARISONS[args.compare](config, flags.longest_of(items))
+    results = {name: simulate_one(system) for name, system in compared.items()}
+    key = report.finite(rate)
+    systems = {name: r.metrics | {"request_rate": key} for name, r in results.items()}
+    report.print_systems(systems, is_simulated=True)
+    if args.compare == "router":
+        _print_replicas(args.router, [r.metrics for r in results[args.router].replicas])
+    return systems
+
+
+def _print_replicas(router: str, replicas: Sequence[Mapping[str, float]]) -> None:
+    print()
+    table = report.Table(f"{router}, replica", ("requests", "busy", "prefix hits"))
+    for i, figures in enumerate(replicas):
+        shares = (f"{figures[key]:.0%}" for key in ("busy_share", "prefix_hit_rate"))
+        table.line(str(i), (str(figures["completed"]), *shares))

@@ -1,31 +1,38 @@
-"""What drafts gain: one request at a time, with and without, in turns.
+"""`bench.py speculative`: what drafts gain, one request at a time, with and without, in turns.
 
-    repetitive    a text twice, and the start of the third time: answers that quote or edit
+    repetitive    a text twice, and how it starts a third time: like answers that quote or edit
     ordinary      the beginning of a story
 
-A step that checks drafts computes more and reads the same weights; it is worth that where
-reading is what takes the time, and where drafts are right. Both depend on the machine and on
-the text: measure your own.
+    bench.py speculative --model smollm2                             prompt lookup
+    bench.py speculative draft --draft-model smollm2 --model DIR     a small model
 
-Always holds: both have put out the same greedy tokens (in 16-bit formats the share is given).
+A step that checks drafts computes more and reads the same weights. That pays where reading
+takes the time, and where drafts are right. Both depend on the machine and on the text.
 
-Run by `python bench.py --speculative ngram`.
+Always holds: both ways have given the same greedy tokens (in 16 bits the share is shown).
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from nanobatch.config import EngineConfig
+import torch
+
+from nanobatch.bench import flags, report
+from nanobatch.config import SPECULATIONS, EngineConfig
 from nanobatch.engine import LLMEngine
 from nanobatch.metrics import EngineStats
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.decoder import Decoder
+from nanobatch.models.loader import load
 from nanobatch.request import RequestOutput, SamplingParams
 from nanobatch.utils.arithmetic import cdiv
+from nanobatch.utils.device import resolve_device, resolve_dtype
 
 STORY = "Once upon a time, in a small town by the sea, there lived a"
 NOTES = (
@@ -34,13 +41,20 @@ NOTES = (
     "there is only one boat, at nine, unless the wind is too strong.\n\n"
 )
 PROMPTS = {"repetitive": NOTES + NOTES + "The ferry leaves the north pier", "ordinary": STORY}
+MODEL = {"model": "tiny", "dtype": "float32", "device": "auto", "threads": None}
+ENGINE = {
+    "block_size": 16, "attention_backend": "auto", "kv_cache_dtype": "auto",
+    "enforce_eager": False,
+}  # fmt: skip
+REPORT = {"repeat": 3, "save_json": None}
+COLUMNS = ("tok/s without", "with", "ratio", "tokens a step", "drafted", "accepted", "same")
 
 
 class Gain(NamedTuple):
     """One prompt's figures; tokens/s are those after the first token, medians.
 
-    speed, plain_speed: with drafts and without. tokens_per_step: of the output, a decode step
-    of the request. same: the share of output tokens before the first difference.
+    speed, plain_speed: with drafts and without. tokens_per_step: output tokens for each step.
+    same: the share of output tokens before the first difference.
     """
 
     prompt: str
@@ -60,7 +74,10 @@ def measure(
     num_tokens: int,
     repeat: int,
 ) -> list[Gain]:
-    """Serve each prompt `repeat` times in both ways, num_tokens of output each."""
+    """Serve each prompt `repeat` times in both ways, num_tokens of output each.
+
+    draft: the draft model, if config.speculative is "draft".
+    """
     longest = max(map(len, prompts.values())) + num_tokens
     num_blocks = cdiv(longest, config.block_size)
     config = replace(config, max_model_len=longest, num_blocks=num_blocks)
@@ -105,3 +122,58 @@ def _serve(
         for output in engine.step():
             if output.finished:
                 return output, engine.stats
+
+
+# ----------------------------------------------------------------------------- subcommand
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `bench.py speculative`."""
+    text = "who guesses: prompt lookup, or a draft model (default: ngram)"
+    parser.add_argument(
+        "speculative", nargs="?", default="ngram", choices=SPECULATIONS[1:], help=text
+    )
+    text = "the model of `speculative draft`"
+    parser.add_argument("--draft-model", metavar="MODEL", help=text)
+    parser.add_argument("--num-speculative-tokens", type=int, default=4, help="(default: 4)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of output (default: 128)")
+    flags.add_flags(parser, MODEL)
+    flags.add_flags(parser, ENGINE, "engine (names as in EngineConfig)")
+    flags.add_flags(parser, REPORT, "measurement and report")
+
+
+def check_arguments(args: Namespace) -> None:
+    """Raise ValueError for what cannot be or would be ignored."""
+    flags.engine_config(args)
+
+
+def run_command(args: Namespace) -> dict:
+    """Measure and print; the report. Exits with 1 if drafts change a token in float32."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    loaded = load(args.model, dtype, device)
+    draft = load(args.draft_model, dtype, device).model if args.draft_model else None
+    if loaded.tokenizer is None:
+        raise ValueError(f"--model is {args.model}; the prompts need one with a tokenizer")
+    prompts = {name: loaded.tokenizer.encode(text) for name, text in PROMPTS.items()}
+    info = report.describe_hardware(device)
+    who = args.draft_model or args.speculative
+    report.print_heading(
+        f"{args.model}, {args.dtype}: drafts of up to {args.num_speculative_tokens} tokens by "
+        f"{who}, one request of {args.max_tokens} tokens at a time",
+        info,
+    )
+    config = flags.engine_config(args)
+    gains = measure(loaded.model, draft, config, prompts, args.max_tokens, args.repeat)
+    table = report.Table("prompt", COLUMNS)
+    for g in gains:
+        cells = (f"{g.plain_speed:.1f}", f"{g.speed:.1f}", f"{g.speed / g.plain_speed:.2f}")
+        cells += (f"{g.tokens_per_step:.2f}", f"{g.num_draft_tokens}")
+        table.line(g.prompt, (*cells, f"{g.acceptance_rate:.0%}", f"{g.same:.0%}"))
+    is_exact = dtype == torch.float32 and args.kv_cache_dtype == "auto"
+    if is_exact and any(g.same < 1 for g in gains):
+        sys.exit("With drafts the greedy tokens are others: that is wrong, in float32.")
+    found = [g._asdict() for g in gains]
+    return {"machine": info, "gains": found}

@@ -1,4 +1,4 @@
-"""bench.py --check: the engine against each request alone, and faults that it must find."""
+"""bench.py check: the engine against each request alone, and faults that it must find."""
 
 import json
 
@@ -81,14 +81,14 @@ def test_faults_are_found_and_named(model, monkeypatch, fault):
 
 def test_bench_check_says_what_it_tried(tmp_path, capsys, monkeypatch):
     file = tmp_path / "c.json"
-    report = bench.main(["--check", "1", "--save-json", str(file)])
+    report = bench.main(["check", "1", "--save-json", str(file)])
     assert json.loads(file.read_text())["check"]["trials"] == report["check"]["trials"] > 0
     printed = capsys.readouterr().out
     assert "no differences from each request alone" in printed
     assert "preemption swap: " in printed and "prefix hits: " in printed
     monkeypatch.setattr(Fuzz, "_difference", lambda self, *of_it: "it is wrong")
     with pytest.raises(SystemExit) as end:
-        bench.main(["--check", "0.2"])
+        bench.main(["check", "0.2"])
     assert end.value.code == 1 and "it is wrong" in capsys.readouterr().out
 
 

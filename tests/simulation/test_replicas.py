@@ -339,7 +339,7 @@ def test_there_are_as_many_prefixes_as_asked():
 
 
 def test_bench_shows_the_routers_side_by_side(capsys):
-    argv = "--simulate llama-2-7b@h100 --num-replicas 3 --num-prompts 60 --router least_loaded"
+    argv = "simulate llama-2-7b@h100 --num-replicas 3 --num-prompts 60 --router least_loaded"
     report = bench.main(argv.split())
     printed = capsys.readouterr().out
     assert "3 times llama-2-7b on h100, simulated: 60 requests at 25 a second" in printed
@@ -354,10 +354,10 @@ def test_bench_shows_the_routers_side_by_side(capsys):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--num-replicas 2", "only for --simulate"),
-        ("--simulate llama-2-7b@h100 --num-replicas 0", "--num-replicas is 0"),
-        ("--simulate llama-2-7b@h100 --num-replicas 2 --compare policy", "must be router"),
-        ("--simulate llama-2-7b@h100 --num-prefixes 0", "--num-prefixes is 0"),
+        ("--num-replicas 2", "unrecognized arguments: --num-replicas"),
+        ("simulate llama-2-7b@h100 --num-replicas 0", "--num-replicas is 0"),
+        ("simulate llama-2-7b@h100 --num-replicas 2 --compare policy", "must be router"),
+        ("simulate llama-2-7b@h100 --num-prefixes 0", "--num-prefixes is 0"),
     ],
 )
 def test_bench_refuses(argv, message, capsys):

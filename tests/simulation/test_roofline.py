@@ -204,7 +204,7 @@ def test_a_peer_that_cannot_has_no_figure(small, capsys):
 def test_bench_kernels_prints_and_saves_the_table(small, tmp_path, capsys):
     file = tmp_path / "k.json"
     report = bench.main(
-        ["--kernels", "--device", "cpu", "--dtype", "float32", "--save-json", str(file)]
+        ["kernels", "--device", "cpu", "--dtype", "float32", "--save-json", str(file)]
     )
     lines = json.loads(file.read_text())["kernels"]
     assert [line["kernel"] for line in lines] == ["decode"] * 2 + ["prefill"] * 2 + [

@@ -14,9 +14,11 @@ import torch
 
 import bench
 from nanobatch import LLM, EngineConfig, RequestMetrics, SamplingParams, viz
+from nanobatch.bench.cli import parse_args
 from nanobatch.bench.hardware import Hardware
 from nanobatch.bench.host import steady_decode
-from nanobatch.bench.ladder import Run, make_ladder
+from nanobatch.bench.ladder import compare_tokens, make_ladder
+from nanobatch.bench.passes import Run
 from nanobatch.bench.static_batching import run_static_batch
 from nanobatch.bench.workload import lognormal_length, random_requests
 from nanobatch.metrics import percentile, summarize
@@ -79,9 +81,7 @@ def test_bench_writes_what_it_prints(tmp_path, capsys):
 
 
 def compared(a, b, rounding):
-    return bench.compare_tokens(
-        {n: Run(x, [], 1.0, []) for n, x in (("a", a), ("b", b))}, rounding
-    )
+    return compare_tokens({n: Run(x, [], 1.0, []) for n, x in (("a", a), ("b", b))}, rounding)
 
 
 def test_bench_at_a_rate_with_limits(capsys):
@@ -102,7 +102,7 @@ def test_bench_reads_a_trace(tmp_path):
     report = bench.main(["--trace", str(trace), "--repeat", "1", "--max-num-seqs", "2"])
     assert all(s["total_output_tokens"] == 9 for s in report["systems"].values())
     report = bench.main(
-        ["--simulate", "tiny@t4", "--compare", "policy", "--trace", str(trace_of_counts(trace))]
+        ["simulate", "tiny@t4", "--compare", "policy", "--trace", str(trace_of_counts(trace))]
     )
     assert all(s["total_input_tokens"] == 15 for s in report["systems"].values())
 
@@ -116,7 +116,7 @@ def trace_of_counts(trace):
 def test_bench_simulates(compare, tmp_path, capsys):
     file = tmp_path / "s.json"
     report = bench.main(
-        ["--simulate", "llama-2-7b@h100", "--compare", compare, "--num-prompts", "20"]
+        ["simulate", "llama-2-7b@h100", "--compare", compare, "--num-prompts", "20"]
         + ["--save-json", str(file), "--plot", str(tmp_path / "s.png")]
     )
     assert json.loads(file.read_text())["systems"] == report["systems"]
@@ -129,7 +129,7 @@ def test_bench_simulates(compare, tmp_path, capsys):
 
 def test_conversations_are_what_the_prefix_cache_is_for():
     report = bench.main(
-        ["--simulate", "llama-3.1-8b@a100-80gb", "--num-prompts", "20", "--num-turns", "5"]
+        ["simulate", "llama-3.1-8b@a100-80gb", "--num-prompts", "20", "--num-turns", "5"]
         + ["--request-rate", "2"]
     )
     chunked, cached = (report["systems"][n] for n in ("+ chunked prefill", "+ prefix cache"))
@@ -139,7 +139,7 @@ def test_conversations_are_what_the_prefix_cache_is_for():
 
 def test_a_sweep_of_rates_draws_a_curve(tmp_path):
     report = bench.main(
-        ["--simulate", "llama-2-7b@h100", "--compare", "admission", "--num-prompts", "20"]
+        ["simulate", "llama-2-7b@h100", "--compare", "admission", "--num-prompts", "20"]
         + ["--request-rate", "2,8", "--plot", str(tmp_path / "s.png")]
     )
     assert len(report["systems"]) == 8
@@ -150,14 +150,14 @@ def test_a_sweep_of_rates_draws_a_curve(tmp_path):
 
 def test_what_the_simulator_refuses_is_said_in_a_line():
     done = subprocess.run(
-        [sys.executable, BENCH, "--simulate", "llama-2-70b@l4"], capture_output=True, text=True
+        [sys.executable, BENCH, "simulate", "llama-2-70b@l4"], capture_output=True, text=True
     )
     assert done.returncode == 1 and "does not fit" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_the_host_s_part_is_measured():
-    """Small sizes; `bench.py --host` has the figures."""
+    """Small sizes; `bench.py host` has the figures."""
     cost = steady_decode(8, context=40)
     assert 0 < cost.schedule < 10_000 and 0 < cost.update < 10_000 and 0 < cost.pack < 10_000
 
@@ -298,10 +298,10 @@ def test_slots_are_assigned_without_overlap():
         (["--input-len", "lognormal:5:nan"], "length 'lognormal:5:nan'"),
         (["--threads", "-1"], "--threads is -1"),
         (["--request-rate", "0"], "--request-rate is 0"),
-        (["--request-rate", "1,2"], "only with --simulate"),
+        (["--request-rate", "1,2"], "only with bench.py simulate"),
         (["--goodput", "itl:20"], "--goodput is itl:20"),
         (["--goodput", "ttft:-1"], "--goodput is ttft:-1"),
-        (["--simulate", "llama-2-7b"], "it must be MODEL@GPU"),
+        (["simulate", "llama-2-7b"], "it must be MODEL@GPU"),
         (["--policy", "lifo"], "invalid choice"),
         (["--save-json", "no/such/directory/x"], "no such directory"),
         (["--plot", "x.txt"], ".png"),
@@ -309,5 +309,5 @@ def test_slots_are_assigned_without_overlap():
 )
 def test_bench_refuses_flags_before_it_measures(flags, fault, capsys):
     with pytest.raises(SystemExit):
-        bench.parse_args(flags)
+        parse_args(flags)
     assert fault in capsys.readouterr().err

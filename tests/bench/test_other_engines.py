@@ -1,4 +1,4 @@
-"""bench.py --baseline: other engines in processes of their own, on the same requests.
+"""bench.py compare: other engines in processes of their own, on the same requests.
 
 transformers stands for all of them here, since it is installed; in float32 its tokens must be
 this engine's. And a checkpoint that is saved for them is the model that was loaded.
@@ -13,8 +13,15 @@ import pytest
 import torch
 
 import bench
-from nanobatch.bench.compare import Standing, table
-from nanobatch.bench.other_engines import WORKLOADS, Baseline, _vllm_environment, make_workload
+from nanobatch.bench.cli import parse_args
+from nanobatch.bench.other_engines import (
+    WORKLOADS,
+    Baseline,
+    Standing,
+    _vllm_environment,
+    make_workload,
+    table,
+)
 from nanobatch.models.loader import load, make_dummy, save
 from nanobatch.models.presets import MODEL_PRESETS
 
@@ -38,8 +45,8 @@ def test_transformers_beside_this_engine(monkeypatch, tmp_path, capsys):
     file = tmp_path / "b.json"
     for workload in ("W1", "one"):
         report = bench.main(
-            ["--baseline", "hf", "--workload", workload, "--repeat", "2", "--dtype", "float32",
-             "--save-json", str(file)]
+            ["compare", "--baseline", "hf", "--workload", workload, "--repeat", "2",
+             "--dtype", "float32", "--save-json", str(file)]
         )  # fmt: skip
         ours, theirs = report["engines"]
         assert ours["engine"] == "nanobatch" and ours["ratio"] == 1
@@ -72,7 +79,7 @@ def test_an_engine_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("text", ["vllm=/x/python", "hf"])
 def test_an_interpreter_of_no_baseline(text, capsys):
     with pytest.raises(SystemExit):
-        bench.parse_args(["--baseline", "hf", "--baseline-python", text])
+        parse_args(["compare", "--baseline", "hf", "--baseline-python", text])
     assert f"--baseline-python is {text}" in capsys.readouterr().err
 
 
