@@ -13,7 +13,7 @@ sampling: its tokens have the distribution p. Each of its draws has a number of 
 
 Sampling is not fused with lm_head. For 64 rows of 128,256 logits a look for the best reads
 33 MB that were just written: some 10 microseconds of a large GPU, in a step of milliseconds
-(`python bench.py --kernels` times that look, and the one for the best 32).
+(`python bench.py kernels` times that look, and the one for the best 32).
 
 Always holds (invariants 13 and 15): no row depends on another; one draw for each emitted
 token; a row whose logits are not numbers is reported and the others go on.
