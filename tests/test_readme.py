@@ -1,4 +1,4 @@
-"""What the READMEs and mutations.py say: names exist, nothing is left out."""
+"""The READMEs and mutations.py: every name in them exists, and nothing is left out."""
 
 import re
 
@@ -19,11 +19,19 @@ def rows_of(heading):
 
 
 def test_each_invariant_has_its_tests():
-    rows = rows_of("# What always holds")
+    rows = rows_of("## Invariants")
     assert sorted(rows) == list(range(1, 18))
     for number, cells in rows.items():
         for file in re.findall(r"`([\w/]+\.py)`", cells[-1]):
             assert (TESTS / file).exists(), (number, file)
+
+
+def test_each_file_of_tests_is_named():
+    chapters = {f"check/test_chapter{i}.py" for i in range(1, 9)}
+    files = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")} - chapters
+    assert {file for file in files if file not in README} == set()
+    named = set(re.findall(r"`((?:\w+/)?test_\w+\.py)`", README))
+    assert named <= files | chapters
 
 
 def test_the_table_of_architectures_is_the_code_s():
