@@ -1,23 +1,27 @@
-"""Where a model's weights can come from, all read alike: a shape, and tensors by name.
+"""Checkpoints: where a model's weights come from. All have a config, and tensors by name.
 
     HFDirectory     config.json and safetensors, in one file or several with an index
     GgufFile        one .gguf file, dequantized as it is read
-    Dummy           no checkpoint at all: seeded random weights, for speed only
+    Dummy           no checkpoint: seeded random weights, for measuring speed only
 
-Nothing is executed: safetensors and GGUF are tables of numbers. (What config.json means is
-in models/hf_config.py.)
+Nothing in a file is executed: safetensors and GGUF are tables of numbers. What config.json
+means is in models/hf_config.py.
 
-Always holds: what is wrong with a file is one ValueError that names the file and the fault.
+Why not transformers' GGUF reader: it takes twelve times as long, holds all weights in float32
+at once, and ignores tensors that it does not know.
 
-Sources: Hugging Face's config.json; llama.cpp's convert_hf_to_gguf.py for GGUF's names and
-the order of its rows.
+Always holds: whatever is wrong with a file is one ValueError that names the file and the fault;
+a file that is not there is a FileNotFoundError.
+
+Sources: Hugging Face's config.json; llama.cpp's convert_hf_to_gguf.py, for the order of a GGUF
+file's rows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -28,19 +32,20 @@ from torch import Tensor
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.families import LLAMA, QWEN2, QWEN3, count
 from nanobatch.models.hf_config import model_config
+from nanobatch.utils.checks import check_float
 
 
 class Checkpoint(Protocol):
-    """A model's shape, and its tensors by Hugging Face's names."""
+    """A model's config, and its tensors by Hugging Face's names."""
 
     config: ModelConfig
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor of that name; ValueError unless it is there and of that shape."""
+        """The tensor of that name; ValueError if it is missing or has another shape."""
         ...
 
     def check_all_read(self) -> None:
-        """ValueError if a tensor was left over: the model would not be this one."""
+        """ValueError if a tensor was never read: the file is of another model."""
         ...
 
 
@@ -57,15 +62,21 @@ def _check_none_left(where: object, names: Collection[str]) -> None:
 
 
 class Dummy:
-    """Seeded random weights, scaled so that activations neither vanish nor explode."""
+    """Seeded random weights, scaled so that activations neither vanish nor explode.
+
+    Args:
+        config: the model's shape.
+        seed: of the weights.
+        device: where they are made; on a CPU those of a 7B model take a minute.
+    """
 
     def __init__(self, config: ModelConfig, seed: int, device: torch.device):
         self.config = config
-        self._device = device  # made where they are used: a 7B model's take a CPU a minute
+        self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Ones for a norm; else normal with variance 1 / inputs."""
+        """Ones for a norm; else normal with variance 1 / (size of the input)."""
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         numbers = torch.randn(shape, generator=self._generator, device=self._device)
@@ -75,27 +86,21 @@ class Dummy:
         """Nothing can be left over."""
 
 
+# -------------------------------------------------------------------- a Hugging Face directory
+
+
 class HFDirectory:
     """config.json and safetensors, in one file or in several with an index."""
 
     def __init__(self, path: Path):
         self.config = _read_hf_config(path)
-        index = path / "model.safetensors.index.json"
-        self._open_files = {}
-        if index.exists():
-            names = _read_json(index).get("weight_map")
-            if not isinstance(names, dict):
-                raise ValueError(f"{index}: weight_map is missing")
-            self._file_of = {}
-            for name, file in names.items():
-                is_plain = isinstance(file, str) and file not in ("", "..")
-                if not is_plain or Path(file).name != file:
-                    raise ValueError(f"{index}: {name} is in {file!r}, not a plain file name")
-                self._file_of[name] = path / file
-        else:
-            file = path / "model.safetensors"
-            self._file_of = dict.fromkeys(self._open(file).keys(), file)
         self._path = path
+        self._open_files = {}
+        index, file = path / "model.safetensors.index.json", path / "model.safetensors"
+        if index.exists():
+            self._file_of = _read_index(index)
+        else:
+            self._file_of = dict.fromkeys(self._open(file).keys(), file)
         self._unread = set(self._file_of)
         if self.config.tie_word_embeddings:
             self._unread.discard("lm_head.weight")
@@ -128,10 +133,22 @@ class HFDirectory:
             raise ValueError(f"{file}: {name} cannot be read: {error}") from None
 
     def check_all_read(self) -> None:
-        """Raise ValueError if a tensor was left over: the model would not be this one."""
+        """ValueError if a tensor was never read: the checkpoint is of another model."""
         # Old checkpoints carry the RoPE frequencies, which follow from the config.
         is_rope = re.compile(r"\.rotary_emb\.inv_freq$").search
         _check_none_left(self._path, [name for name in self._unread if not is_rope(name)])
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """From each tensor's name to its file, which lies beside the index."""
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ValueError(f"{index}: weight_map is missing")
+    for name, file in names.items():
+        is_plain = isinstance(file, str) and file not in ("", "..")
+        if not is_plain or Path(file).name != file:
+            raise ValueError(f"{index}: {name} is in {file!r}, not a plain file name")
+    return {name: index.parent / file for name, file in names.items()}
 
 
 def _read_json(file: Path) -> dict:
@@ -156,32 +173,15 @@ def _read_hf_config(path: Path) -> ModelConfig:
         raise ValueError(f"{file}: {error}") from None
 
 
-GGUF_ARCHITECTURES = {
-    "llama": LLAMA,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-}
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+# ---------------------------------------------------------------------------------------- GGUF
+
+GGUF_ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+GGUF_EOS = "tokenizer.ggml.eos_token_id"
 
 
 def _gguf_reader(file: Path):
-    """gguf's reader on a plain array: a vocabulary is 500,000 slices, and those of a memmap
-    take 2 s longer."""
+    """gguf's reader on a plain array: a vocabulary is 500,000 slices, which take 2 s longer
+    from a memmap."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
@@ -193,25 +193,29 @@ def _gguf_reader(file: Path):
 
 
 class GgufFile:
-    """One .gguf file: dequantized as it is read."""
+    """One .gguf file. Tensors are dequantized one by one, as they are read."""
 
     def __init__(self, file: Path):
         self._file = file
         try:
             reader = _gguf_reader(file)
             self._tensors = {t.name: t for t in reader.tensors}
-            self._fields = reader.fields
+            self.has_tokenizer = "tokenizer.ggml.model" in reader.fields
+            fields = {  # without the vocabulary, which is long
+                name: field.contents()
+                for name, field in reader.fields.items()
+                if name == GGUF_EOS or not name.startswith("tokenizer.")
+            }
         except Exception as error:  # the reader raises whatever its numpy views raise
             raise ValueError(f"{file}: not a whole GGUF file: {error}") from error
-        self.has_tokenizer = "tokenizer.ggml.model" in self._fields
         self._unread = set(self._tensors) - {"rope_freqs.weight"}  # read into the config
         try:
-            self.config = self._read_config()
+            self.config = self._read_config(fields)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
+        self._gguf_names = _gguf_names(self.config.num_layers)
 
-    def _read_config(self) -> ModelConfig:
-        fields = _GgufFields(self._fields)
+    def _read_config(self, fields: dict) -> ModelConfig:
         arch = fields.get("general.architecture")
         if arch not in GGUF_ARCHITECTURES:
             supported = ", ".join(GGUF_ARCHITECTURES)
@@ -219,15 +223,10 @@ class GgufFile:
         H = count(fields, f"{arch}.attention.head_count")
         E = count(fields, f"{arch}.embedding_length")
         head_dim = count(fields, f"{arch}.attention.key_length", max(1, E // H))
-        for name, harmless in (
-            ("rope.scaling.type", "none"),
-            ("rope.dimension_count", head_dim),
-            ("expert_count", 0),
-        ):
-            value = fields.get(f"{arch}.{name}", harmless)
-            if value != harmless:
-                raise ValueError(f"{arch}.{name} is {value!r}; only {harmless!r} is supported")
-        eos = fields.get("tokenizer.ggml.eos_token_id")
+        _refuse_unsupported(fields, arch, head_dim)
+        eps_name = f"{arch}.attention.layer_norm_rms_epsilon"
+        check_float(eps_name, fields.get(eps_name), 0.0)
+        eos = fields.get(GGUF_EOS)
         factors = self._tensors.get("rope_freqs.weight")
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -242,7 +241,7 @@ class GgufFile:
             num_kv_heads=count(fields, f"{arch}.attention.head_count_kv", H),
             head_dim=head_dim,
             max_position_embeddings=count(fields, f"{arch}.context_length"),
-            rms_norm_eps=fields[f"{arch}.attention.layer_norm_rms_epsilon"],
+            rms_norm_eps=fields[eps_name],
             rope_theta=fields.get(f"{arch}.rope.freq_base", 10000.0),
             rope_divisors=None if factors is None else tuple(factors.data.tolist()),
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
@@ -255,10 +254,7 @@ class GgufFile:
         """The tensor of that (Hugging Face) name, dequantized to float32."""
         from gguf.quants import dequantize
 
-        stem, _, kind = name.rpartition(".")
-        layer = re.match(r"model\.layers\.(\d+)\.", stem)
-        part = stem[layer.end() :] if layer else stem
-        gguf_name = (f"blk.{layer[1]}." if layer else "") + f"{GGUF_NAMES[part]}.{kind}"
+        gguf_name = self._gguf_names.get_name(name, try_suffixes=(".weight", ".bias"))
         tensor = self._tensors.get(gguf_name)
         if tensor is None:
             raise ValueError(f"{self._file}: the checkpoint has no tensor {gguf_name}")
@@ -268,40 +264,38 @@ class GgufFile:
         except (NotImplementedError, ValueError) as error:
             raise ValueError(f"{self._file}: {gguf_name} cannot be read: {error}") from error
         self._unread.discard(gguf_name)
-        if not numbers.flags.writeable:  # the file itself
+        if not numbers.flags.writeable:  # a view of the file
             numbers = numbers.copy()
         weight = torch.from_numpy(numbers).view(shape)
-        is_llama = self.config.architecture == LLAMA
-        if is_llama and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        is_q_or_k = name.endswith(("q_proj.weight", "k_proj.weight"))
+        if self.config.architecture == LLAMA and is_q_or_k:
             weight = self._half_split(weight)
         return weight
 
     def check_all_read(self) -> None:
-        """Raise ValueError if a tensor was left over: the model would not be this one."""
+        """ValueError if a tensor was never read: the checkpoint is of another model."""
         _check_none_left(self._file, self._unread)
 
     def _half_split(self, weight: Tensor) -> Tensor:
-        """Undo llama.cpp's order of a head's rows: its RoPE pairs are side by side."""
+        """Undo llama.cpp's order of a head's rows, with the two rows of a RoPE pair side by
+        side."""
         D = self.config.head_dim
         return weight.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-class _GgufFields(Mapping):
-    """A GGUF file's metadata, decoded one by one: the vocabulary's lists are long."""
+def _gguf_names(num_layers: int):
+    """gguf's table from Hugging Face's names. Qwen 3's has all names of the other two."""
+    import gguf
 
-    def __init__(self, fields: Mapping):
-        self._fields = fields
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
 
-    def __getitem__(self, name: str) -> object:
-        if name not in self._fields:
-            raise ValueError(f"{name} is missing")
-        return self._fields[name].contents()
 
-    def get(self, name: str, default: object = None) -> object:
-        return self[name] if name in self._fields else default
-
-    def __iter__(self):
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
+def _refuse_unsupported(fields: dict, arch: str, head_dim: int) -> None:
+    for name, supported in (
+        ("rope.scaling.type", "none"),
+        ("rope.dimension_count", head_dim),
+        ("expert_count", 0),
+    ):
+        value = fields.get(f"{arch}.{name}", supported)
+        if value != supported:
+            raise ValueError(f"{arch}.{name} is {value!r}; only {supported!r} is supported")

@@ -1,25 +1,25 @@
-"""The shape of a decoder, and what sets one family of models apart from another: all data.
+"""ModelConfig: the sizes of a decoder, and how its family of models differs from Llama.
 
-A frozen dataclass that checks itself when built. The defaults are Llama's; a family is what it
-changes (models/hf_config.py fills this in):
+A frozen dataclass that checks itself when it is built. The defaults are Llama's; the other
+families change some of them (models/families.py):
 
                  norm    norms of a layer   MLP             also
     Llama        RMS     before             SiLU, gated
     Mistral      RMS     before             SiLU, gated     sliding window
     Qwen2, 3     RMS     before             SiLU, gated     bias of q, k, v; norm of q, k heads
-    Phi-3        RMS     before             SiLU, gated     RoPE of a part of each head
+    Phi-3        RMS     before             SiLU, gated     RoPE on a part of each head
     OLMo-2       RMS     after              SiLU, gated     norm of all of q, of all of k
     Granite      RMS     before             SiLU, gated     four multipliers
     Gemma 2      RMS+1   before and after   GELU, gated     alternating windows, soft caps
     Gemma 3      RMS+1   before and after   GELU, gated     the same, two RoPE bases, q, k norm
-    StarCoder2   Layer   before             GELU            biases everywhere
+    StarCoder2   Layer   before             GELU            biases in all linear layers
     Mixtral      RMS     before             experts
     Qwen3-MoE    RMS     before             experts         norm of q, k heads
 
-Always holds: every field is of its type and in its range, and the fields agree with each
+Always holds: every field has its type and is in its range, and the fields agree with each
 other. An error names the field, the value and what is allowed.
 
-Names follow Hugging Face's config.json.
+This module needs no torch: the simulator uses it. Names follow Hugging Face's config.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from nanobatch.config import EngineConfig
 from nanobatch.utils.checks import check_choice, check_float, check_int
 
-MAX_LAYERS = 1000  # more is a mistake, and would be hours of building nothing
+MAX_LAYERS = 1000  # more is a mistake in the file, and would take hours to build
 NORMS = ("rms", "layer")
 QK_NORMS = (None, "each_head", "all_heads")
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -37,45 +37,49 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder.
+    """The sizes and options of a decoder.
 
     Attributes (sizes in elements):
-        architecture: the class name in config.json, "LlamaForCausalLM" for one.
+        architecture: the class name in config.json, for example "LlamaForCausalLM".
         vocab_size, hidden_size, intermediate_size, num_layers: as in config.json.
         num_heads, num_kv_heads: query heads H, key/value heads K; H is a multiple of K.
         head_dim: D; not always hidden_size / num_heads.
         max_position_embeddings: the longest context the model was made for, in tokens.
         rms_norm_eps, rope_theta: as in config.json.
-        rope_divisors: what each RoPE frequency is divided by to stretch the context
-            (models/rope_scaling.py); None: nothing.
-        rope_attention_factor: what cos and sin are multiplied by.
-        short_rope_divisors, short_context: for contexts of at most short_context tokens
-            (longrope, see for_context); None: rope_divisors for all.
-        local_rope_theta: of the layers with a window (Gemma 3); None: rope_theta, divided.
-        partial_rotary_dim: how many of each head's elements RoPE turns (Phi-4-mini); None: all.
-        qkv_bias, o_bias, mlp_bias: linear layers that add a bias.
-        qk_norm: RMSNorm of q and k before RoPE: "each_head" of it alone (Qwen3), or
-            "all_heads" of a token together (OLMo-2); None: none.
-        sliding_window: keys that a query sees, itself included; None: all before it.
+        rope_divisors: RoPE's frequencies are divided by these, one for each pair
+            (models/rope_scaling.py); None: not scaled.
+        rope_attention_factor: cos and sin are multiplied by it.
+        short_rope_divisors, short_context: longrope's divisors for contexts of at most
+            short_context tokens (see for_context); None: rope_divisors for all contexts.
+        local_rope_theta: rope_theta of layers with a sliding window, whose RoPE is not scaled
+            (Gemma 3); None: the same RoPE in all layers.
+        partial_rotary_dim: RoPE rotates only this many elements of each head (Phi-4-mini);
+            None: all. (rotary_dim is the number in either case.)
+        qkv_bias, o_bias, mlp_bias: these linear layers have a bias.
+        qk_norm: RMSNorm of q and k before RoPE, over "each_head" (Qwen3), or over
+            "all_heads" of a token together (OLMo-2); None: no norm.
+        sliding_window: how many keys a query sees, its own included; None: all before it.
         full_attention_layers: layers that ignore sliding_window.
         tie_word_embeddings: lm_head shares the embedding's weights.
-        eos_token_ids: ids that end a text.
+        eos_token_ids: a text ends at any of these.
         norm: "rms", or "layer": LayerNorm with a bias.
-        norm_offset: what is added to the weight of each norm (Gemma: 1).
+        norm_offset: added to the weight of each norm (Gemma: 1).
         pre_norm, post_norm: norms before and after attention and MLP, at least one of them.
-        activation: of the MLP. gated_mlp: times a second product.
-        embedding_multiplier, residual_multiplier: of embeddings, and of what attention and
-            MLP add (Granite; Gemma's embeddings).
-        attention_multiplier: of the scores; None: head_dim ** -0.5.
-        logits_scaling: what logits are divided by (Granite).
-        attn_logit_softcapping, final_logit_softcapping: c of c * tanh(x / c), for scores and
-            for logits (Gemma 2); None: none.
-        num_experts: of a mixture, in each layer but those of dense_layers; 0: none.
-        num_experts_per_tok: which a token goes through, the best of its router.
-        moe_intermediate_size: of one expert. norm_topk_prob: the chosen weights sum to 1.
+        activation: of the MLP. gated_mlp: multiplied by a second up projection.
+        embedding_multiplier: embeddings are multiplied by it (Granite, Gemma).
+        residual_multiplier: so are the outputs of attention and MLP (Granite).
+        attention_multiplier: so are the scores; None: by head_dim ** -0.5.
+        logits_scaling: logits are divided by it (Granite).
+        attn_logit_softcapping, final_logit_softcapping: c in c * tanh(x / c), for scores and
+            for logits (Gemma 2); None: no cap.
+        num_experts: in each layer except dense_layers; 0: no mixture of experts.
+        num_experts_per_tok: how many experts the router chooses for a token.
+        moe_intermediate_size: of one expert. norm_topk_prob: the chosen experts' weights are
+            scaled to sum to 1.
+        dense_layers: layers with an ordinary MLP in a mixture of experts.
 
     Raises:
-        ValueError: a size is out of range, or H is not a multiple of K.
+        ValueError: a field is out of range, or two fields disagree.
     """
 
     architecture: str
@@ -145,6 +149,7 @@ class ModelConfig:
         check_choice("qk_norm", self.qk_norm, QK_NORMS)
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_heads()
+        self._check_rope()
 
     def _check_heads(self):
         heads_left_over = self.num_heads % self.num_kv_heads
@@ -153,6 +158,10 @@ class ModelConfig:
                 f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, "
                 f"which is {self.num_kv_heads}"
             )
+        if self.sliding_window is not None:
+            check_int("sliding_window", self.sliding_window, 1)
+
+    def _check_rope(self):
         for name, dim in (
             ("head_dim", self.head_dim),
             ("partial_rotary_dim", self.partial_rotary_dim or 2),
@@ -166,25 +175,23 @@ class ModelConfig:
                     f"partial_rotary_dim is {self.partial_rotary_dim}; with qk_norm it must "
                     "be None"
                 )
-        num_frequencies = self.rotary_dim // 2
+        num_pairs = self.rotary_dim // 2
         for name in ("rope_divisors", "short_rope_divisors"):
             divisors = getattr(self, name)
-            if divisors is not None and len(divisors) != num_frequencies:
+            if divisors is not None and len(divisors) != num_pairs:
                 raise ValueError(
-                    f"{name} has {len(divisors)} entries; it must have {num_frequencies}, one "
-                    "for each pair that RoPE turns"
+                    f"{name} has {len(divisors)} entries; it must have {num_pairs}, one for "
+                    "each pair that RoPE rotates"
                 )
-        if self.sliding_window is not None:
-            check_int("sliding_window", self.sliding_window, 1)
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of each head that RoPE turns."""
+        """Elements of each head that RoPE rotates."""
         return self.head_dim if self.partial_rotary_dim is None else self.partial_rotary_dim
 
     def for_context(self, max_model_len: int | None) -> ModelConfig:
-        """The model for sequences of at most so many tokens (None: all that it was made for):
-        itself, or what a longrope model is where its short divisors do."""
+        """The config for sequences of at most max_model_len tokens (None: as many as the model
+        was made for). A longrope model within its short context gets its short divisors."""
         longest, short = self.max_position_embeddings, self.short_context
         if short is None or (longest if max_model_len is None else max_model_len) > short:
             return self
@@ -194,25 +201,25 @@ class ModelConfig:
         )  # fmt: skip
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of one layer in keys, or None where it sees everything."""
+        """The sliding window of one layer in keys; None if the layer has none."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the MLP of a layer is a mixture."""
+        """Whether a layer has a mixture of experts for an MLP."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def attention_scale(self) -> float:
-        """What the scores are multiplied by."""
+        """Attention scores are multiplied by this."""
         scale = self.attention_multiplier
         return self.head_dim**-0.5 if scale is None else scale
 
 
 def settle_max_model_len(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config with max_model_len set: as asked, or else all that the model was made for.
+    """The engine's config with max_model_len set; if it was None, to the model's own.
 
     Raises:
-        ValueError: more is asked than the model was made for.
+        ValueError: max_model_len is more than the model was made for.
     """
     longest = model.max_position_embeddings
     max_model_len = config.max_model_len or longest

@@ -174,7 +174,8 @@ def _tokenizer_of(directory: Path, gguf_file: Path | None = None) -> Tokenizer |
 def _read_tokenizer(directory: Path, **source: str) -> HFTokenizer:
     from transformers import AutoTokenizer
 
-    return HFTokenizer(AutoTokenizer.from_pretrained(directory, **source))
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **source)
+    return HFTokenizer(tokenizer)
 
 
 def _gguf_tokenizer(file: Path) -> HFTokenizer:

@@ -1,6 +1,7 @@
-"""The shapes of well-known models: what "dummy:NAME" and the simulator know of them.
+"""Presets: the configs of well-known models, for "dummy:NAME" and for the simulator.
 
-Sources: the config.json of each on the Hugging Face hub; "tiny" is the bundled model's.
+This module needs no torch. Sources: each model's config.json on the Hugging Face hub; "tiny" is
+the bundled model's.
 """
 
 from __future__ import annotations

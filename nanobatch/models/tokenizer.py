@@ -1,11 +1,15 @@
 """Text to tokens and back.
 
-    ByteTokenizer   one token a byte; the bundled model's
+    ByteTokenizer   one token for each byte; the bundled model uses it
     HFTokenizer     any fast tokenizer of Hugging Face, with its chat template
 
-Both give a stream for text that arrives token by token (detokenizer.py).
+Each also gives a stream, which turns a request's output into text token by token
+(detokenizer.py).
 
-Source: the decode stream of Hugging Face's tokenizers.
+Always holds: the stream's texts, joined, are the decoded output: no character is shown before
+its last byte is there, and none is shown twice (invariant 17).
+
+Source: DecodeStream of Hugging Face's tokenizers.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from nanobatch.detokenizer import Stream
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer."""
+    """What the engine needs from a tokenizer."""
 
     eos_token_ids: tuple[int, ...]
 
@@ -28,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token for each byte of UTF-8, one that begins a text and one that ends it."""
+    """Tokens 0 to 255 are the bytes of UTF-8, 256 begins a text and 257 ends it."""
 
     bos_token_id, eos_token_id = 256, 257
     vocab_size = 258
@@ -45,11 +49,16 @@ class ByteTokenizer:
 
 
 class _ByteStream:
-    """UTF-8 from the standard library's incremental decoder."""
+    """Bytes to text, by the standard library's incremental UTF-8 decoder.
+
+    Args:
+        prompt_tail: the prompt's last three tokens: an unfinished character has at most three
+            bytes.
+    """
 
     def __init__(self, prompt_tail: Sequence[int]):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token_id in prompt_tail:  # a cut character has at most three of its bytes here
+        for token_id in prompt_tail:  # the start of a character that the prompt ends in
             self.step(token_id)
 
     def step(self, token_id: int) -> str:
@@ -87,7 +96,11 @@ class HFTokenizer:
         return _HFStream(self.hf.backend_tokenizer, prompt_token_ids)
 
     def apply_chat_template(self, messages: Sequence[dict]) -> list[int]:
-        """Tokens of a conversation, up to where the assistant's answer begins."""
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template")
         text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -95,10 +108,10 @@ class HFTokenizer:
 
 
 class _HFStream:
-    """The tokenizers library's DecodeStream, begun in the prompt.
+    """The tokenizers library's DecodeStream, started on the end of the prompt.
 
-    The prompt's last tokens give the first output token its context: whether it starts with
-    a space, and the beginning of a character that the prompt cuts in two.
+    The first output token needs the prompt's last tokens: they decide whether it starts with a
+    space, and they may hold the first bytes of its character.
     """
 
     def __init__(self, tokenizer, prompt_token_ids: Sequence[int]):
@@ -108,7 +121,7 @@ class _HFStream:
             self.step(token_id)
 
     def _context(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
-        """A short end of the prompt that begins with a whole character, else all of it."""
+        """A short end of the prompt that starts at a whole character; else all of it."""
         for n in range(4, min(24, len(prompt_token_ids))):
             tail = prompt_token_ids[-n:]
             if "\ufffd" not in self._tokenizer.decode(tail, skip_special_tokens=True):
@@ -120,15 +133,15 @@ class _HFStream:
 
         self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._num_shown = 0  # characters of their text that were returned
+        self._num_shown = 0  # how many characters of their text were returned
 
     def step(self, token_id: int) -> str:
-        """The text that became certain with one more token."""
+        """The text that one more token completes; "" if it ends inside a character."""
         try:
             text = self._stream.step(self._tokenizer, token_id) or ""
         except Exception as error:
-            # Bytes that are no UTF-8 can make the decoder take back what it said, and all it
-            # does then is raise. As in vLLM, the stream begins anew at this token.
+            # After bytes that are not UTF-8, the decoded text may no longer start with what
+            # was returned; DecodeStream raises then. As in vLLM, start again at this token.
             if "Invalid prefix" not in str(error):
                 raise
             self._begin()

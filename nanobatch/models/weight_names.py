@@ -1,15 +1,15 @@
-"""Where each of our tensors is in a checkpoint, by Hugging Face's names.
+"""Where each of the decoder's tensors is in a checkpoint, by Hugging Face's names.
 
     layers.0.qkv.weight    <-   model.layers.0.self_attn.q_proj.weight
                                 model.layers.0.self_attn.k_proj.weight     joined along
                                 model.layers.0.self_attn.v_proj.weight     dimension 0
 
-What a family does to its numbers before every use is done to them once, here: Gemma's norms
-multiply by 1 + weight, Granite scales what attention and MLP add, and where RoPE turns only a
-part of each head (Phi), the rows of q and k are put in an order in which the pairs that it
-turns lie where they lie in others, half a head apart.
+Some families change a weight in the same way each time they use it; here it is changed once,
+when it is read. Gemma's norms multiply by 1 + weight. Granite scales the outputs of attention
+and MLP. If RoPE rotates only a part of each head (Phi), the rows of q and k are reordered so
+that its pairs lie half a head apart, as in the other families.
 
-Always holds: every number of the checkpoint is read once (loader.py checks that none is left).
+Always holds: every tensor of the checkpoint is read once (loader.py checks that none is left).
 
 Source: Hugging Face's modeling files.
 """
@@ -22,7 +22,7 @@ from nanobatch.models.config import ModelConfig
 
 Parts = list[tuple[str, tuple[int, ...]]]
 
-# The names of what varies. {} is the number of an expert.
+# Names that differ between families. {} is the number of an expert.
 MLP = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": "mlp.down_proj"}
 MLP_OF = {
     "Phi3ForCausalLM": {"gate_up": ("mlp.gate_up_proj",), "down": "mlp.down_proj"},
@@ -46,13 +46,14 @@ EXPERTS_OF = {
 
 @dataclass
 class Source:
-    """What one of our tensors is made of.
+    """How one of the decoder's tensors is made from the checkpoint's.
 
-    parts: (name, shape) of the checkpoint's tensors, joined along dimension 0.
-    shape: what they become then, if another one.
-    rows: the order of the rows then, if another one.
-    scale, offset: numbers are multiplied and then moved by these.
-    is_exact: kept in float32, whatever the model's format.
+    Attributes:
+        parts: (name, shape) of the checkpoint's tensors, joined along dimension 0.
+        rows: a new order of the joined rows; None: as they are.
+        shape: the result is viewed in this shape; None: as it is.
+        scale, offset: the result is x * scale + offset.
+        is_exact: kept in float32, whatever the model's dtype.
     """
 
     parts: Parts
@@ -64,12 +65,12 @@ class Source:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the parts can be had back by splitting."""
+        """Whether splitting the tensor gives the parts back."""
         return self == Source(self.parts)
 
 
 def sources(config: ModelConfig) -> dict[str, Source]:
-    """For each tensor of Decoder(config).state_dict() what it is made of."""
+    """For each tensor of Decoder(config).state_dict(), how it is made."""
     E, V = config.hidden_size, config.vocab_size
     embedding = Source([("model.embed_tokens.weight", (V, E))])
     table = {
@@ -91,7 +92,7 @@ def sources(config: ModelConfig) -> dict[str, Source]:
 def _add_norm(
     table: dict, config: ModelConfig, name: str, theirs: str, size: int, kind: str | None = None
 ) -> None:
-    # 1 + weight has a small difference from 1 that bfloat16 would round away.
+    # 1 + weight differs from 1 by little, which bfloat16 would round away.
     weight = Source([(f"{theirs}.weight", (size,))], offset=config.norm_offset)
     weight.is_exact = config.norm_offset != 0
     table[f"{name}.weight"] = weight
@@ -167,22 +168,22 @@ def _add_experts(table: dict, config: ModelConfig, layer: int) -> None:
 
 
 def _rope_order(config: ModelConfig) -> list[int] | None:
-    """Rows of q, k and v; None where they stay as they are.
+    """The order of the rows of q, k and v; None: as they are.
 
-    A head of 8 elements of which RoPE turns the first 4, in pairs (0, 2) and (1, 3), becomes
-    0 1 4 5 | 2 3 6 7: pairs half a head apart, those of 4 to 7 turned by no angle. Scores
-    are sums over a head's elements, so that their order does not matter.
+    With heads of 8 elements of which RoPE rotates the first 4, in pairs (0, 2) and (1, 3):
+
+        in the checkpoint    0 1 2 3 4 5 6 7
+        here                 0 1 4 5 2 3 6 7
+
+    Now each pair lies half a head apart, and the pairs (4, 6) and (5, 7) are rotated by angle
+    0. The scores stay the same: a dot product does not depend on the order of elements.
     """
     if config.partial_rotary_dim is None:
         return None
-    D, H, K, half = (
-        config.head_dim,
-        config.num_heads,
-        config.num_kv_heads,
-        config.partial_rotary_dim // 2,
-    )
+    D, H, K = config.head_dim, config.num_heads, config.num_kv_heads
+    half = config.partial_rotary_dim // 2
     rest = list(range(2 * half, D))
     middle = len(rest) // 2
     head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]
-    turned = [h * D + i for h in range(H + K) for i in head]
-    return turned + list(range((H + K) * D, (H + 2 * K) * D))
+    q_and_k = [h * D + i for h in range(H + K) for i in head]
+    return q_and_k + list(range((H + K) * D, (H + 2 * K) * D))
