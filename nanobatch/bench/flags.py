@@ -79,6 +79,18 @@ FLAGS = {
     "save_json": {"metavar": "FILE", "help": "write the figures"},
     "plot": {"metavar": "FILE", "help": "draw the table"},
 }
+# Defaults that subcommands share.
+WORKLOAD = {
+    "num_prompts": 48, "input_len": "lognormal:32:1", "output_len": "lognormal:48:1",
+    "prefix_len": 32, "num_prefixes": 1, "num_turns": 1, "request_rate": "inf",
+    "burstiness": 1.0, "trace": None, "seed": 0,
+}  # fmt: skip
+ENGINE = {
+    "max_num_seqs": 16, "max_num_batched_tokens": 128, "block_size": 16, "policy": "fcfs",
+    "max_wait": None, "admission": "on_demand", "preemption": "recompute",
+    "num_host_blocks": 0, "kv_cache_dtype": "auto", "no_enable_prefix_caching": False,
+    "tensor_parallel_size": 1,
+}  # fmt: skip
 AT_LEAST = dict.fromkeys(("prefix_len", "num_host_blocks"), 0) | dict.fromkeys(
     ("num_prompts", "num_prefixes", "num_turns", "block_size", "num_blocks", "max_num_seqs",
      "max_num_batched_tokens", "tensor_parallel_size", "max_tokens", "num_replicas",
@@ -191,9 +203,13 @@ def make_items(
     vocab_size: int,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[WorkItem]:
-    """The workload that the flags describe, in order of arrival."""
+    """The workload that the flags describe, in order of arrival; at least one request."""
     if args.trace is not None:
-        return read_trace(args.trace, encode=encode, vocab_size=vocab_size, seed=args.seed)
+        random_tokens = {"vocab_size": vocab_size, "seed": args.seed}
+        items = read_trace(args.trace, encode=encode, **random_tokens)
+        if not items:
+            raise ValueError(f"--trace is {args.trace}; it has no requests")
+        return items
     drawn = {
         "request_rate": request_rate,
         "burstiness": args.burstiness,

@@ -257,7 +257,7 @@ class KernelBench:
             logits_SV = randn(S, V, dtype=wide)
             return lambda: logits_SV.topk(NUM_EXACT_LOGITS)
 
-        # (name, size, the least bytes there are to move, what makes a call on fresh inputs)
+        # Name, size, the least bytes there are to move, what makes a call on fresh inputs.
         cases = [
             ("RMSNorm", f"{T} x {E}", T * E * 2 * (itemsize + 4), norm),
             ("RoPE + write", f"{T} x {H}+{K}", T * D * (2 * (H + 2 * K) * itemsize + 4), rope),
@@ -279,7 +279,7 @@ class KernelBench:
 
 def print_lines(lines: Iterable[Line]) -> list[Line]:
     """Print each line as it comes: our rate and share, then the peers' rates. Returns all."""
-    table = report.Table("", ("us", OURS, "of the most", *PEERS), label_width=38)
+    table = report.Table("", ("us", f"{OURS:>15}", "of the most", *PEERS), label_width=38)
     done = []
     for line in lines:
         ours = (

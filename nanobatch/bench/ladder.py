@@ -43,17 +43,7 @@ from nanobatch.utils.device import resolve_device, resolve_dtype
 
 SMALL_MODEL = 10_000_000  # parameters; its products are too small to be shared between cores
 MODEL = {"model": "tiny", "dtype": "float32", "device": "auto", "threads": None}
-WORKLOAD = {
-    "num_prompts": 48, "input_len": "lognormal:32:1", "output_len": "lognormal:48:1",
-    "prefix_len": 32, "num_prefixes": 1, "num_turns": 1, "request_rate": "inf",
-    "burstiness": 1.0, "trace": None, "seed": 0,
-}  # fmt: skip
-ENGINE = {
-    "max_num_seqs": 16, "max_num_batched_tokens": 128, "block_size": 16, "policy": "fcfs",
-    "max_wait": None, "admission": "on_demand", "preemption": "recompute",
-    "num_host_blocks": 0, "attention_backend": "auto", "kv_cache_dtype": "auto",
-    "no_enable_prefix_caching": False, "enforce_eager": False, "tensor_parallel_size": 1,
-}  # fmt: skip
+ENGINE = flags.ENGINE | {"attention_backend": "auto", "enforce_eager": False}
 REPORT = {"repeat": 3, "goodput": None, "save_json": None, "plot": None}
 
 Rung = Callable[[Sequence[WorkItem]], Run]
@@ -143,7 +133,7 @@ def median_summary(
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `bench.py ladder`."""
     flags.add_flags(parser, MODEL)
-    flags.add_flags(parser, WORKLOAD, f"workload ({flags.LENGTHS})")
+    flags.add_flags(parser, flags.WORKLOAD, f"workload ({flags.LENGTHS})")
     flags.add_flags(parser, ENGINE, "engine (names as in EngineConfig)")
     flags.add_flags(parser, REPORT, "measurement and report")
 

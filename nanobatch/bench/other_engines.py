@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -268,14 +269,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 def check_arguments(args: Namespace) -> None:
     """Raise ValueError for what cannot be or would be ignored."""
     names = [text.partition("=")[0] for text in args.baseline_python]
-    for name, text in zip(names, args.baseline_python, strict=True):
-        if name not in args.baseline or "=" not in text:
-            raise ValueError(
-                f"--baseline-python is {text}; it must be NAME=PATH of a --baseline"
-            )
     for flag, given in (("--baseline", args.baseline), ("--baseline-python", names)):
         if len(set(given)) < len(given):
             raise ValueError(f"{flag} names {max(given, key=given.count)} twice")
+    for text in args.baseline_python:
+        name, _, python = text.partition("=")
+        if name not in args.baseline or not python:
+            raise ValueError(
+                f"--baseline-python is {text}; it must be NAME=PATH of a --baseline"
+            )
+        if shutil.which(python) is None:
+            raise ValueError(f"--baseline-python is {text}; there is no such program")
 
 
 def run_command(args: Namespace) -> dict:

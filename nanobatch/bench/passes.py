@@ -73,47 +73,62 @@ class WatchedRunner:
 def run_static(
     runner: ModelRunner, items: Sequence[WorkItem], batch_size: int, num_slots: int
 ) -> Run:
-    """Batches of at most batch_size, of those that have arrived when the last one is done.
-
-    A row of the batch is credited at its own last token, though a server that returns whole
-    batches would make it wait for the longest.
-    """
-    clock, model = runner.clock, runner.model
-    outputs, metrics, num_turns, work = [], [], 0, []
-    itl = InterTokenLatencies()
-    itemsize = runner.dtype.itemsize
+    """Batches of at most batch_size, of those that have arrived when the last one is done."""
+    clock, itl = runner.clock, InterTokenLatencies()
+    outputs, metrics, work = [], [], []
     start = clock.now()
     while len(outputs) < len(items):
         first = len(outputs)
         clock.sleep_until(start + items[first].arrival_time)
         now = clock.now() - start
-        num_here = sum(item.arrival_time <= now for item in items[first : first + batch_size])
-        batch = items[first : first + num_here]
-        rows = [
-            RequestMetrics(i.arrival_time, now, num_prompt_tokens=len(i.prompt_token_ids))
-            for i in batch
-        ]
-        tokens: list[list[int]] = [[] for _ in batch]
-        prompts = [i.prompt_token_ids for i in batch]
-        steps = [(0, len(prompt)) for prompt in prompts]
-        max_tokens = [i.num_output_tokens for i in batch]
-        cache_dtype = runner.cache_dtype
-        for emitted in run_static_batch(model, prompts, max_tokens, cache_dtype=cache_dtype):
-            now = clock.now() - start
-            num_turns += len(emitted)
-            itl.step([f"{first + row}" for row in emitted], now)
-            alive = [steps[row] for row in emitted]
-            work.append(step_work(model.config, alive, len(alive), itemsize))
-            steps = [(start + num_tokens, 1) for start, num_tokens in steps]
-            for row, token_id in emitted.items():
-                tokens[row].append(token_id)
-                if len(tokens[row]) == 1:
-                    rows[row].first_token_time = now
-                rows[row].finish_time = now
-                rows[row].num_output_tokens = len(tokens[row])
+        batch = [i for i in items[first : first + batch_size] if i.arrival_time <= now]
+        names = [str(first + row) for row in range(len(batch))]
+        tokens, timed, batch_work = _run_batch(runner, batch, names, start, itl)
         outputs += tokens
-        metrics += rows
-    return Run(outputs, metrics, num_turns / (len(work) * num_slots), work, itl)
+        metrics += timed
+        work += batch_work
+    num_useful_rows = sum(map(len, outputs))
+    return Run(outputs, metrics, num_useful_rows / (len(work) * num_slots), work, itl)
+
+
+def _run_batch(
+    runner: ModelRunner,
+    batch: Sequence[WorkItem],
+    names: Sequence[str],
+    start: float,
+    itl: InterTokenLatencies,
+) -> tuple[list[list[int]], list[RequestMetrics], list[Work]]:
+    """Tokens and metrics of one static batch, and the least work of each step.
+
+    A row of the batch is credited at its own last token, though a server that returns whole
+    batches would make it wait for the longest.
+    """
+    clock, config = runner.clock, runner.model.config
+    now = clock.now() - start
+    timed = [
+        RequestMetrics(i.arrival_time, now, num_prompt_tokens=len(i.prompt_token_ids))
+        for i in batch
+    ]
+    tokens: list[list[int]] = [[] for _ in batch]
+    work = []
+    prompts = [i.prompt_token_ids for i in batch]
+    max_tokens = [i.num_output_tokens for i in batch]
+    spans = [(0, len(prompt)) for prompt in prompts]  # (computed before, in this step)
+    for emitted in run_static_batch(
+        runner.model, prompts, max_tokens, cache_dtype=runner.cache_dtype
+    ):
+        now = clock.now() - start
+        itl.step([names[row] for row in emitted], now)
+        alive = [spans[row] for row in emitted]
+        work.append(step_work(config, alive, len(alive), runner.dtype.itemsize))
+        spans = [(computed + num_tokens, 1) for computed, num_tokens in spans]
+        for row, token_id in emitted.items():
+            tokens[row].append(token_id)
+            if len(tokens[row]) == 1:
+                timed[row].first_token_time = now
+            timed[row].finish_time = now
+            timed[row].num_output_tokens = len(tokens[row])
+    return tokens, timed, work
 
 
 def run_engine(runner: ModelRunner, items: Sequence[WorkItem], config: EngineConfig) -> Run:

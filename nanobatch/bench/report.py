@@ -115,7 +115,7 @@ def dtype_name(dtype) -> str:
 
 
 def args_of(args: Namespace) -> dict:
-    """The flags as JSON has them."""
+    """The flags as they go into the JSON."""
     return {name: finite(value) for name, value in vars(args).items() if name != "given"}
 
 

@@ -44,16 +44,12 @@ from nanobatch.simulation.simulator import (
 
 STOP_TOKEN = 1 << 30  # ends a text; in no vocabulary
 PROGRESS_FROM = 5000  # requests; fewer take seconds
-WORKLOAD = {
+WORKLOAD = flags.WORKLOAD | {
     "num_prompts": 500, "input_len": "uniform:50:300", "output_len": "lognormal:200:0.5",
-    "prefix_len": 0, "num_prefixes": 1, "num_turns": 1, "request_rate": "inf",
-    "burstiness": 1.0, "trace": None, "seed": 0,
+    "prefix_len": 0,
 }  # fmt: skip
-ENGINE = {
-    "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 16, "num_blocks": None,
-    "policy": "fcfs", "max_wait": None, "admission": "on_demand", "preemption": "recompute",
-    "num_host_blocks": 0, "kv_cache_dtype": "auto", "no_enable_prefix_caching": False,
-    "tensor_parallel_size": 1,
+ENGINE = flags.ENGINE | {
+    "max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_blocks": None,
 }  # fmt: skip
 # Of a comparison of routers: more requests, and prefixes for them to share.
 REPLICAS = {
@@ -222,7 +218,7 @@ def run_command(args: Namespace, figures=None) -> dict:
     systems: dict[str, dict[str, float]] = {}
     is_sweep = len(args.request_rate) > 1
     for rate in args.request_rate:
-        suffix = f" @ {rate:g}" if is_sweep else ""
+        suffix = f" @ {rate}".removesuffix(".0") if is_sweep else ""
         of_rate = _simulate_rate(args, rate)
         systems |= {name + suffix: one for name, one in of_rate.items()}
     if args.plot:

@@ -80,7 +80,7 @@ def measure(
     """
     longest = max(map(len, prompts.values())) + num_tokens
     num_blocks = cdiv(longest, config.block_size)
-    config = replace(config, max_model_len=longest, num_blocks=num_blocks)
+    config = replace(config, max_model_len=longest, num_blocks=num_blocks, max_num_seqs=1)
     plain = ModelRunner(model, replace(config, speculative=None, draft_model=None))
     drafting = ModelRunner(model, config, draft)
     gains = []
@@ -144,6 +144,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def check_arguments(args: Namespace) -> None:
     """Raise ValueError for what cannot be or would be ignored."""
+    if args.max_tokens < 2:
+        raise ValueError(
+            f"--max-tokens is {args.max_tokens}; it must be >= 2, for a time between"
+        )
     flags.engine_config(args)
 
 

@@ -1,11 +1,11 @@
 """The classical padded batch: what serving looked like before continuous batching.
 
 A batch is gathered once, its prompts are padded on the left to the longest, and it runs until
-the last of its requests has finished. Nobody joins, and rows that are done go on being
-computed for nothing:
+the last of its requests has finished. No request joins, and finished rows are still computed,
+then discarded:
 
     row 0   . . p p p | o o E x x x x x     . padding    p prompt    o output
-    row 1   p p p p p | o o o o o o o E     E its end    x computed for nothing
+    row 1   p p p p p | o o o o o o o E     E its end    x computed, then discarded
     row 2   . p p p p | o E x x x x x x
 
 Always holds: the tokens of a row are those it would get alone; the batch's shape is fixed.
@@ -29,14 +29,14 @@ from nanobatch.models.decoder import Decoder
 
 
 class PaddedAttend:
-    """A dense cache with a row for each request; what the model calls in each layer.
+    """A dense cache with a row for each request; the model calls it in each layer.
 
     Args:
-        model: whose shape the cache takes.
+        model: gives the shape of the cache.
         prompt_lens: tokens of each prompt.
         max_len: positions of a row, padding included.
-        cache_dtype: of a paged cache to agree with: if it is in 8 bits, keys and values are
-            rounded as they are there (quantized_cache.py), and kept in the model's format.
+        cache_dtype: that of the paged cache to agree with. If it has 8 bits, keys and values
+            are rounded as there (quantized_cache.py), and kept in the model's format.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PaddedAttend:
         self._masks: dict[int | None, Tensor] = {}  # by window, for all columns
 
     def advance(self, num_tokens: int) -> Tensor:
-        """Begin a step of num_tokens columns; their positions, int64 [S * num_tokens]."""
+        """Begin a step of num_tokens columns; returns positions, int64 [S * num_tokens]."""
         self.start, self.end = self.end, self.end + num_tokens
         columns_T = torch.arange(self.start, self.end, device=self.num_pads_S.device)
         return (columns_T - self.num_pads_S.unsqueeze(1)).clamp(min=0).flatten()
@@ -71,7 +71,7 @@ class PaddedAttend:
         v_TKD: Tensor,
         cos_TR: Tensor,
         sin_TR: Tensor,
-        how: AttentionArgs,
+        args: AttentionArgs,
     ) -> Tensor:
         rows = (len(self.num_pads_S), -1)
         q_THD, k_TKD = apply_rope(q_THD, cos_TR, sin_TR), apply_rope(k_TKD, cos_TR, sin_TR)
@@ -85,9 +85,9 @@ class PaddedAttend:
             q_THD.unflatten(0, rows).transpose(1, 2),
             k_SKLD[:, :, : self.end],
             v_SKLD[:, :, : self.end],
-            self._mask(how.sliding_window),
-            scale=how.scale,
-            softcap=how.softcap,
+            self._mask(args.sliding_window),
+            scale=args.scale,
+            softcap=args.softcap,
         )
         return out_SHTD.transpose(1, 2).flatten(0, 1)
 

@@ -141,6 +141,8 @@ def test_help_names_the_subcommands(capsys):
         ("--input-len lognormal:inf:1", "--input-len: length 'lognormal:inf:1'"),
         ("--num-prompts 99999999999", "--num-prompts is 99999999999; it must be <="),
         ("speculative --max-tokens 0", "--max-tokens is 0; it must be >= 1"),
+        ("speculative --max-tokens 1", "--max-tokens is 1; it must be >= 2"),
+        ("compare --baseline hf --baseline-python hf=/no/x", "there is no such program"),
         ("speculative --num-speculative-tokens 0", "--num-speculative-tokens is 0"),
         ("speculative --num-speculative-tokens 999", "num_speculative_tokens is 999"),
         # what contradicts each other, or is not there
