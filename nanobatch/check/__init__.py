@@ -1,8 +1,8 @@
-"""The checks behind the exercises: `check.ex5_2(answer)` says at once what is wrong.
+"""Checks of the exercises: `check.ex5_2(answer)` says at once what is wrong.
 
-Each exercise `exN_M` of chapter N has a check of that name. It tries the answer on inputs and
-compares with the right result; what is wrong is an AssertionError that names the input, what
-the answer gave and what is right. Nothing is asked of an answer but its behaviour.
+Exercise `exN_M` of chapter N has a check of the same name. It calls the answer with some inputs
+and compares the results. The first difference raises an AssertionError that names the input,
+the answer's result and the right one. Only behaviour is checked, never the source.
 
 Used by the notebooks and, through nbgrader, for grading.
 """

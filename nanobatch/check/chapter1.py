@@ -1,7 +1,7 @@
 """Checks of notebooks/01_why_decoding_is_slow.ipynb.
 
 ex1_1    bytes that one token holds in the cache
-ex1_2    the batch size at which reading and computing take equally long
+ex1_2    the batch size at which reading weights and computing take equally long
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanobatch.simulation.cost_model import GPUS
 
 
 class _Name:
-    """Stands for an input in a message, where the input itself would be long."""
+    """A short name for a long input in a message."""
 
     def __init__(self, name: str):
         self._name = name
@@ -32,7 +32,7 @@ def ex1_1(answer: Callable) -> None:
     cases = [
         ("llama-2-7b", 2),  # as many key/value heads as query heads
         ("llama-3.1-8b", 2),  # a quarter as many
-        ("llama-3.1-8b", 1),  # a cache in 8 bits
+        ("llama-3.1-8b", 1),  # an 8-bit cache
         ("tiny", 4),
         ("qwen3-0.6b", 2),  # head_dim is not hidden_size / num_heads
     ]
@@ -45,7 +45,7 @@ def ex1_1(answer: Callable) -> None:
 
 
 def ex1_2(answer: Callable) -> None:
-    """batch_at_the_knee(bandwidth, flop_rate, itemsize): rows at which the bounds are equal.
+    """batch_at_the_knee(bandwidth, flop_rate, itemsize): batch size at which the bounds meet.
 
     Args (of the answer): bandwidth in bytes/s, flop_rate in FLOP/s, itemsize in bytes.
     Returns (the answer): the batch size as a float, not rounded. Only the weights are read;
@@ -56,7 +56,7 @@ def ex1_2(answer: Callable) -> None:
         (a100.bandwidth, a100.flop_rate, 2),
         (a100.bandwidth, 2 * a100.flop_rate, 1),  # in 8 bits: twice the rate, half the bytes
         (30e9, 70e9, 4),  # a core of a CPU, in float32
-        (1e12, 0.5e12, 2),  # below one row
+        (1e12, 0.5e12, 2),  # below a batch of one
     ]
     for bandwidth, flop_rate, itemsize in cases:
         found = call(answer, bandwidth, flop_rate, itemsize)

@@ -1,7 +1,7 @@
 """The checks of chapter 2: static batching and its waste.
 
     ex2_1   positions of a batch that is padded on the left
-    ex2_2   rows that a static batch computes for nobody
+    ex2_2   row-steps that a static batch computes and discards
     ex2_3   which requests should share a batch
 
 Taught in notebooks/02_static_batching.ipynb.
@@ -32,7 +32,7 @@ LENGTHS = [
     ([30, 3, 28, 4, 2, 31, 3, 29], 4),
     ([8, 6, 7], 1),
     ([6, 3], 8),  # all fit in one batch
-    ([9, 1, 8, 2, 5], 2),  # one is left over
+    ([9, 1, 8, 2, 5], 2),  # one does not fill its batch
     ([7], 4),
 ]
 
@@ -55,7 +55,7 @@ def ex2_1(answer: Callable[[list[int], int], Tensor]) -> None:
 
 def ex2_2(answer: Callable[[list[int]], int]) -> None:
     """wasted_turns(output_lens): of all the rows that the steps of a static batch compute, how
-    many are for nobody. Each step computes len(output_lens) rows; each request needs one row
+    many are discarded. Each step computes len(output_lens) rows; each request needs one row
     for each of its output tokens; the batch runs until its last request is done."""
     for output_lens in OUTPUT_LENS:
         wanted = sum(
@@ -69,7 +69,7 @@ def ex2_3(answer: Callable[[list[int], int], list[list[int]]]) -> None:
     """batches(lengths, batch_size): lists of indices of requests, one list a batch. Each
     request is in one batch, a batch has at most batch_size, there are as few batches as
     possible, and the padding is the least: the sum of (longest of its batch - own length).
-    If one batch is left short, it may be that of the shortest or that of the longest."""
+    If one batch is not full, it may hold the shortest or the longest requests."""
     for lengths, batch_size in LENGTHS:
         found = call(answer, list(lengths), batch_size)
         inputs = show(lengths, batch_size)
@@ -96,7 +96,8 @@ def ex2_3(answer: Callable[[list[int], int], list[list[int]]]) -> None:
 def _check_partition(
     groups: Sequence[Sequence[int]], num_requests: int, batch_size: int, gives: str
 ) -> None:
-    """AssertionError unless each index is in one group, and the groups are few and small."""
+    """Assert that each index is in one group, no group is too large, and there are no more
+    groups than needed."""
     members = [i for group in groups for i in group]
     strange = [i for i in members if not 0 <= i < num_requests]
     assert not strange, f"{gives}; {strange[0]} is the index of no request"

@@ -1,7 +1,11 @@
-"""Checks of chapter 3: tokens of a running request, a policy that ages, blocks to the end.
+"""Checks of notebooks/03_iteration_level_scheduling.ipynb.
 
-Right values come from the one line of arithmetic (3.1), from the package's scheduler driven
-with a plain reference policy (3.2), and from its admission rule Reserve (3.3).
+    ex3_1   tokens that a running request gets in a step
+    ex3_2   a policy with aging
+    ex3_3   blocks that a request needs until its end
+
+The right values come from the scheduling formula (3.1), from the package's scheduler with a
+plain reference policy (3.2), and from the admission rule Reserve (3.3).
 """
 
 from __future__ import annotations
@@ -24,16 +28,16 @@ def ex3_1(answer: Callable[[int, int, int, int], int]) -> None:
     """num_scheduled(num_tokens, num_computed_tokens, budget_left, num_behind) -> tokens that a
     running request gets in this step, when one token is kept for each of those behind it."""
     cases = [
-        (13, 12, 100, 0),  # a decode with nobody behind
+        (13, 12, 100, 0),  # a decode, no request behind it
         (13, 12, 5, 4),  # a decode that just fits
         (400, 0, 512, 0),  # a whole prompt
         (400, 0, 400, 0),
-        (400, 0, 400, 1),  # fits but for the one behind
+        (400, 0, 400, 1),  # one token too many: one request is behind
         (400, 399, 8, 7),
         (900, 256, 512, 3),  # a chunk in the middle
         (900, 256, 512, 100),
-        (900, 640, 512, 100),  # what is left is less than the budget
-        (17, 12, 6, 5),  # drafts to verify, one token of budget for them
+        (900, 640, 512, 100),  # fewer tokens left than budget
+        (17, 12, 6, 5),  # drafts to verify, budget for one token of this request
         (17, 12, 8, 5),
         (17, 12, 50, 5),
     ]
@@ -62,10 +66,10 @@ def admission_order(policy: Policy, jobs: Sequence[Job]) -> list[str]:
 
 
 def admission_times(policy: Policy, jobs: Sequence[Job]) -> dict[str, int]:
-    """When each job enters a batch of one slot, a second a step; in that order.
+    """When each job enters a batch of one slot, in that order; a step takes one second.
 
     Args:
-        policy: says who is next.
+        policy: decides which request is next.
         jobs: (name, arrival in seconds, prompt tokens, max_tokens), in order of arrival.
     """
     config = EngineConfig(
@@ -98,8 +102,8 @@ def _jobs_by_hand() -> list[tuple[float, list[Job]]]:
         (0.0, at_once),  # no aging: the shortest first
         (1.0, by_prompt),  # a long prompt is work too
         (0.0, long_first),  # the long one is last
-        (2.0, long_first),  # it goes before shorts that came more than 65 s later
-        (50.0, long_first),  # soon
+        (2.0, long_first),  # it goes before short ones that came more than 65 s later
+        (50.0, long_first),  # it goes early
     ]
 
 
@@ -128,10 +132,10 @@ def ex3_2(answer: type) -> None:
 def _say_difference(
     rate: float, jobs: Sequence[Job], found: dict[str, int], wanted: dict[str, int]
 ) -> None:
-    """AssertionError at the first place where the orders part; both are of all jobs."""
+    """AssertionError that names the first place where the two orders differ."""
     pairs = zip(found, wanted, strict=True)
     place, pair = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    now = wanted[pair[1]]  # the same for both: until then the orders are the same
+    now = wanted[pair[1]]  # equal in both: the orders agree up to here
     by_name = {job[0]: job for job in jobs}
     waits = "; ".join(
         f"{name!r} (prompt {num_prompt}, max_tokens {max_tokens}) has waited {now - arrival} s"
@@ -144,8 +148,8 @@ def _say_difference(
 
 
 def ex3_3(answer: Callable[[int, int, int], int]) -> None:
-    """reserve_blocks(num_prompt, max_tokens, block_size) -> blocks that hold all tokens of a
-    request that are ever computed: its very last one is not."""
+    """reserve_blocks(num_prompt, max_tokens, block_size) -> blocks for all tokens of a
+    request that are ever computed. Its last token never is."""
     cases = [
         (10, 6, 16),
         (10, 7, 16),  # 17 tokens, 16 computed: one block

@@ -1,4 +1,9 @@
-"""Checks of notebooks/04_ragged_batches_and_masks.ipynb."""
+"""Checks of notebooks/04_ragged_batches_and_masks.ipynb.
+
+ex4_1   query_start_loc of a packed batch
+ex4_2   the mask of a ragged batch
+ex4_3   scores that are needed
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ from torch import Tensor
 
 from nanobatch.check.compare import call, expect, right, show
 
-# (query_lens, seq_lens): a prompt; a decode; a chunk; prompts; decodes; all at once; and once
-# more in another order.
+# (query_lens, seq_lens): a prompt; a decode; a chunk; prompts; decodes; mixed; mixed in another
+# order.
 STEPS = [
     ([3], [3]),
     ([1], [4]),
@@ -23,7 +28,7 @@ STEPS = [
 
 
 def ex4_1(answer: Callable[[list[int]], Tensor]) -> None:
-    """start_locations(query_lens): int32 [S + 1], where each request starts and the end."""
+    """start_locations(query_lens): int32 [S + 1], where each request starts, then the end."""
     for query_lens in ([2, 3], [1], [4, 1, 1, 7], [1] * 5, [300, 1], []):
         found = call(answer, list(query_lens))
         wanted = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
@@ -75,7 +80,7 @@ def ex4_3(answer: Callable[..., int]) -> None:
 
 
 def _mask(query_lens: list[int], seq_lens: list[int], window: int | None = None) -> Tensor:
-    """The definition, entry by entry."""
+    """The right mask, by definition, entry by entry."""
     queries = [
         (request, seq_len - query_len + i)
         for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
@@ -90,7 +95,7 @@ def _mask(query_lens: list[int], seq_lens: list[int], window: int | None = None)
 def _difference(
     found: Tensor, wanted: Tensor, query_lens: list[int], seq_lens: list[int]
 ) -> str:
-    """The first wrong row, as a picture, and whose query it is."""
+    """The first wrong row, as a picture, and the request of its query."""
     row = int((found != wanted).any(dim=1).nonzero()[0])
     request = int((torch.tensor(query_lens).cumsum(0) <= row).sum())
     pictures = [" ".join(".1"[bit] for bit in x[row].int().tolist()) for x in (found, wanted)]

@@ -1,4 +1,9 @@
-"""The checks of notebooks/05_paged_kv_blocks.ipynb: slots, new blocks, prefix hits."""
+"""Checks of notebooks/05_paged_kv_blocks.ipynb.
+
+ex5_1   the slot of each position
+ex5_2   new blocks that a step needs
+ex5_3   prefix hits
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ def ex5_1(answer: Callable) -> None:
     """slot_mapping(positions, block_table, block_size) -> the slot of each position.
 
     A slot is block * block_size + offset. The positions may start anywhere, and the blocks
-    may lie anywhere in the pool. What is right comes from nanobatch.batch.pack.
+    may lie anywhere in the pool. The right values come from nanobatch.batch.pack.
     """
     expect(call(answer, [], [3], 4), [], [], [3], 4)
     cases = [
@@ -37,8 +42,8 @@ def ex5_1(answer: Callable) -> None:
 def ex5_2(answer: Callable) -> None:
     """blocks_to_allocate(num_computed, num_new, table_len, block_size) -> new blocks.
 
-    How many blocks the pool must add to a table of table_len blocks, so that there is room
-    for num_new tokens behind the num_computed that lie in the cache. Never below 0.
+    How many blocks to add to a table of table_len blocks so that num_new tokens fit behind
+    the num_computed tokens in the cache. Never below 0.
     """
     cases = [
         (0, 1, 0, 4),  # the first token
@@ -47,7 +52,7 @@ def ex5_2(answer: Callable) -> None:
         (3, 1, 1, 4),  # fills the last block: nothing new
         (4, 1, 1, 4),  # the table is full
         (5, 1, 2, 4),  # room left
-        (6, 3, 2, 4),  # across the end of a block
+        (6, 3, 2, 4),  # crosses the end of a block
         (16, 16, 1, 16),
         (32, 1, 4, 16),  # more room than is needed
         (0, 1000, 0, 16),
@@ -55,7 +60,7 @@ def ex5_2(answer: Callable) -> None:
         (0, 1, 0, 1),
     ]
     for num_computed, num_new, table_len, block_size in cases:
-        num_blocks = 0  # count up until there is room: slow and plain
+        num_blocks = 0  # count up until there is room
         while (table_len + num_blocks) * block_size < num_computed + num_new:
             num_blocks += 1
         inputs = {
@@ -72,20 +77,20 @@ def ex5_2(answer: Callable) -> None:
 def ex5_3(answer: Callable) -> None:
     """matched_blocks(token_ids, cached, block_size) -> leading blocks of a prompt found.
 
-    cached is a set of tuples: for each cached block all tokens from the start of its request
+    cached is a set of tuples: for each cached block, all tokens from the start of its request
     to the end of the block. Counting stops at the first block that is missing, and at least
     one token of the prompt must be left to compute.
     """
     three = {(1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), tuple(range(1, 13))}
     cases = [
         (list(range(1, 11)), three, 4, 2),
-        (list(range(1, 14)), three, 4, 3),  # all three, one token left
+        (list(range(1, 14)), three, 4, 3),  # all three; one token is left
         (list(range(1, 13)), three, 4, 2),  # the whole prompt is cached: leave the last block
         ([1, 2, 3, 4], three, 4, 0),
         ([1, 2, 3, 4, 5], three, 4, 1),
         ([1, 2, 3], three, 4, 0),  # shorter than a block
         ([1], three, 4, 0),
-        ([5, 6, 7, 8, 9], three, 4, 0),  # these tokens are cached, but behind others
+        ([5, 6, 7, 8, 9], three, 4, 0),  # cached, but after another prefix
         ([1, 2, 3, 4, 9, 9, 9, 9, 9], three, 4, 1),
         (list(range(1, 11)), {tuple(range(1, 9))}, 4, 0),  # the first block was evicted
         (list(range(1, 14)), three - {tuple(range(1, 9))}, 4, 1),  # the second one was

@@ -1,4 +1,8 @@
-"""Checks of notebooks/06_the_triton_kernel.ipynb."""
+"""Checks of notebooks/06_the_triton_kernel.ipynb.
+
+ex6_1   merging two partial softmaxes
+ex6_2   bytes that a launch reads from the cache
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ Part = tuple[Tensor, Tensor, Tensor]  # max [M], sum [M], acc [M, D]
 def ex6_1(answer: Callable) -> None:
     """merge(max_a, sum_a, acc_a, max_b, sum_b, acc_b) -> (max, sum, acc).
 
-    Two partial softmaxes of the same M rows, over different keys, become one: max [M] is the
-    largest score, sum [M] of exp(score - max), acc [M, D] the sum of exp(score - max) * value.
-    A part whose row saw no key has max -inf, sum 0 and acc 0 there; if neither saw one, so has
-    the result.
+    Merges two partial softmaxes of the same M rows over different keys. max [M] is the largest
+    score, sum [M] the sum of exp(score - max), acc [M, D] the sum of exp(score - max) * value.
+    Where a row of a part saw no key, its max is -inf, its sum 0 and its acc 0; where neither
+    part saw one, so is the result.
     """
     values_LD = torch.tensor([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0], [2.0, 2.0]])
     none = [-torch.inf] * 2
     cases = [
-        # (scores of the rows in a, in b): two keys each, a row each
+        # (scores in a, scores in b): one list for each row, two keys each
         ([[0.0, 1.0]], [[2.0, 0.5]]),
         ([[3.0, 1.0]], [[2.0, -0.5]]),
         ([[300.0, 299.0]], [[301.0, 298.0]]),
@@ -45,12 +49,12 @@ def ex6_1(answer: Callable) -> None:
 
 
 def _on_copies(answer: Callable, parts: Sequence[Tensor]) -> Callable:
-    """The answer for copies of parts, whatever it is called with: rounded, for the message."""
+    """The answer, called with copies of parts; its arguments are only for the message."""
     return (lambda *_: answer(*(x.clone() for x in parts))) if callable(answer) else answer
 
 
 def _partial(scores_ML: Tensor, values_LD: Tensor) -> Part:
-    """The state of rows that have seen these scores; -inf is a key that is not there."""
+    """The state of rows that have seen these scores; -inf: no key."""
     max_M = scores_ML.max(dim=1).values
     base_M = max_M.masked_fill(max_M == -torch.inf, 0.0)
     p_ML = torch.exp(scores_ML - base_M[:, None])

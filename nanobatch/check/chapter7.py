@@ -1,7 +1,11 @@
-"""Chapter 7, the engine: chunks of a prompt, text that may be shown, work after a preemption.
+"""Checks of notebooks/07_the_engine.ipynb.
 
-The right answers come from the package: from the plans of a Scheduler, the deltas of an
-IncrementalDetokenizer, and what a BlockAllocator still finds.
+    ex7_1   sizes of the chunks of a prompt
+    ex7_2   text that may be streamed when there are stop strings
+    ex7_3   tokens to recompute after a preemption
+
+The right values come from the package: the plans of a Scheduler, the deltas of an
+IncrementalDetokenizer, and the prefix matches of a BlockAllocator.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ def ex7_1(answer: Callable[[int, int, int], list[int]]) -> None:
     for inputs in (
         (10, 4, 0),  # the last chunk is smaller
         (8, 4, 0),  # no empty chunk at the end
-        (20, 8, 3),  # the decodes take their share of every step
+        (20, 8, 3),  # each decode takes one token of every step
         (15, 8, 3),
         (3, 8, 2),  # a prompt smaller than a chunk
-        (6, 5, 4),  # a token a step
+        (6, 5, 4),  # one token in each step
         (1, 2, 1),
         (100, 64, 0),
     ):
@@ -38,7 +42,7 @@ def ex7_1(answer: Callable[[int, int, int], list[int]]) -> None:
 
 
 def _planned_chunks(num_prompt_tokens: int, budget: int, num_decoding: int) -> list[int]:
-    """What a Scheduler gives to a prompt that arrives while others decode."""
+    """What a Scheduler gives in each step to a prompt that arrives while others decode."""
     config = EngineConfig(
         block_size=16,
         num_blocks=1024,
@@ -64,7 +68,7 @@ def _planned_chunks(num_prompt_tokens: int, budget: int, num_decoding: int) -> l
 
 
 def ex7_2(answer: Callable[[str, int, list[str]], str]) -> None:
-    """answer(text, sent, stops) -> the characters of text that may be streamed now.
+    """answer(text, sent, stops) -> the part of text that may be streamed now.
 
     The first `sent` characters have been streamed. No stop string is complete in text.
     """
@@ -78,7 +82,7 @@ def ex7_2(answer: Callable[[str, int, list[str]], str]) -> None:
         ("hello <|e", ["<|end|>", "</s>"]),
         ("ab", ["c", "b!"]),
         ("a", ["a man"]),  # all of it is held back
-        # Of two stops that could begin here, the longer end counts, in whichever order.
+        # Of two stops that could begin here, the one that holds back more counts.
         ("xab", ["bc", "abd"]),
         ("xab", ["abd", "bc"]),
     ):
@@ -87,7 +91,7 @@ def ex7_2(answer: Callable[[str, int, list[str]], str]) -> None:
 
 
 def _check_deltas(answer: Callable, text: str, stops: list[str]) -> None:
-    """Feed text letter by letter; after each, the delta must be the detokenizer's."""
+    """Feed text byte by byte; after each, the answer must equal the detokenizer's delta."""
     detokenizer = IncrementalDetokenizer(ByteTokenizer().stream([]), stops)
     for i, byte in enumerate(text.encode(), start=1):
         sent = len(detokenizer.sent_text)
@@ -98,16 +102,16 @@ def _check_deltas(answer: Callable, text: str, stops: list[str]) -> None:
 
 
 def ex7_3(answer: Callable[[int, list[bool], int], int]) -> None:
-    """answer(num_computed, is_cached, block_size) -> tokens to compute a second time.
+    """answer(num_computed, is_cached, block_size) -> tokens to compute again.
 
-    num_computed tokens were in the cache when the request was preempted; is_cached says of
+    num_computed tokens were in the cache when the request was preempted; is_cached says for
     each of its full blocks, in order, whether the prefix cache can still find it.
     """
     for inputs in (
-        (40, [True, False], 16),  # the half-full third block is gone in any case
+        (40, [True, False], 16),  # the third block, half full, is lost in any case
         (40, [True, True], 16),
         (40, [False, False], 16),
-        (40, [False, True], 16),  # a block without the one before it is of no use
+        (40, [False, True], 16),  # a block is useless without the one before it
         (50, [True, False, True], 16),
         (32, [True, True], 16),  # nothing is lost
         (7, [], 16),  # no block was full
@@ -121,14 +125,14 @@ def ex7_3(answer: Callable[[int, list[bool], int], int]) -> None:
 
 
 def _computed_again(num_computed: int, is_cached: Sequence[bool], block_size: int) -> int:
-    """Evict the blocks that are not cached from a real pool, and look what it finds."""
-    token_ids = list(range(num_computed + 1))  # the last was sampled, and is yet to compute
+    """Evict the blocks that are not cached from a real pool, then match the prefix."""
+    token_ids = list(range(num_computed + 1))  # the last is not computed yet
     num_blocks = cdiv(num_computed, block_size)
     allocator = BlockAllocator(num_blocks, block_size)
     table = allocator.allocate(num_blocks)
     allocator.cache_blocks(token_ids, table, num_computed)
     gone = [block for block, is_kept in zip(table, is_cached, strict=False) if not is_kept]
-    # Those freed first are handed out first. A block that is not full is in no cache.
+    # Blocks freed first are handed out first. A block that is not full is never cached.
     partial = table[len(is_cached) :]
     for block in [*gone, *partial]:
         allocator.free([block])

@@ -1,6 +1,10 @@
-"""Checks of chapter 8, measuring honestly: percentile, TPOT and ITL, goodput.
+"""Checks of notebooks/08_measuring_honestly.ipynb.
 
-The right values are those of nanobatch.metrics, of RequestMetrics, or counted here.
+    ex8_1   percentile
+    ex8_2   TPOT and ITL
+    ex8_3   goodput
+
+The right values come from nanobatch.metrics and RequestMetrics, or are counted here.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from nanobatch.request import RequestMetrics
 
 
 def ex8_1(answer: Callable[[list[float], float], float]) -> None:
-    """percentile(values, p): linear between ranks; values in any order, left as they are."""
+    """percentile(values, p): linear between ranks; values in any order, unchanged."""
     cases = [
         ([10.0, 20.0, 30.0, 40.0], 50),
         ([40.0, 10.0, 30.0, 20.0], 50),
@@ -36,13 +40,13 @@ def ex8_1(answer: Callable[[list[float], float], float]) -> None:
 
 
 def ex8_2(answer: Callable[[list[float]], tuple[float | None, list[float]]]) -> None:
-    """tpot_and_itl(token_times): from the times (s) of a request's tokens to (tpot, itl)."""
+    """tpot_and_itl(token_times) -> (tpot, itl), from the times (s) of a request's tokens."""
     cases = [
         [1.0, 1.5, 2.0],
         [0.25, 0.26, 0.27, 0.78],
         [10.0, 10.01],
         [3.0],
-        [0.0, 0.5, 0.5, 1.25, 2.0],  # two tokens of one step
+        [0.0, 0.5, 0.5, 1.25, 2.0],  # two tokens in one step
     ]
     for times in cases:
         metrics = RequestMetrics(0.0, 0.0, times[0], times[-1], num_output_tokens=len(times))
@@ -54,7 +58,7 @@ def ex8_2(answer: Callable[[list[float]], tuple[float | None, list[float]]]) -> 
 def ex8_3(
     answer: Callable[[list[tuple[float, float | None]], float, float, float], float],
 ) -> None:
-    """goodput(requests, duration_s, ttft_limit, tpot_limit): requests/s that meet both."""
+    """goodput(requests, duration_s, ttft_limit, tpot_limit): requests/s within both limits."""
     mixed = [(100.0, 10.0), (250.0, 10.0), (100.0, 60.0), (900.0, 90.0), (50.0, None)]
     cases = [
         (mixed, 2.0, 200.0, 50.0),

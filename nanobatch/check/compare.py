@@ -1,4 +1,4 @@
-"""Comparing an answer with what is right, and saying the difference."""
+"""Compare the result of an answer with the right one, and report the difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def call(answer: Callable, *args: object, **kwargs: object) -> object:
-    """answer(*args), where an exception is a wrong answer that names its input."""
+    """answer(*args); an exception becomes an AssertionError that names the input."""
     assert callable(answer), f"the answer is {answer!r}; it must be a function"
     try:
         return answer(*args, **kwargs)
@@ -21,9 +21,9 @@ def call(answer: Callable, *args: object, **kwargs: object) -> object:
 
 
 def expect(found: object, wanted: object, *args: object, **kwargs: object) -> None:
-    """AssertionError unless found equals wanted, which were computed from the inputs.
+    """AssertionError unless found equals wanted; it names the inputs, args and kwargs.
 
-    Numbers are compared to a relative 1e-5, tensors too; lists and dicts element by element.
+    Numbers and tensors: to a relative 1e-5. Lists and dicts: element by element.
     """
     if not _same(found, wanted):
         inputs = show(*args, **kwargs)
@@ -37,7 +37,7 @@ def right(name: str) -> None:
 
 
 def show(*args: object, **kwargs: object) -> str:
-    """The inputs as they would be written in a call."""
+    """The inputs, written as in a call."""
     named = [f"{key}={_short(value)}" for key, value in kwargs.items()]
     return "(" + ", ".join([*map(_short, args), *named]) + ")"
 

@@ -1,10 +1,10 @@
-"""Student versions of the notebooks, by nbgrader's own preprocessors.
+"""Make the student versions of the notebooks with nbgrader's preprocessors.
 
     python -m nanobatch.check.student notebooks notebooks/student
 
-Solutions are replaced by stubs, checks are locked and get a checksum, outputs are cleared: what
-`nbgrader generate_assignment` does, without a course directory or a gradebook. The files it
-writes are never edited; a test holds them against the notebooks they come from.
+Solutions become stubs, checks are locked and get a checksum, outputs are cleared. This is what
+`nbgrader generate_assignment` does, without a course directory or a gradebook. Never edit the
+files it writes: a test compares them with the notebooks.
 
 Source: nbgrader's GenerateAssignment.
 """
@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 
 
 def student_version(notebook: NotebookNode) -> NotebookNode:
-    """A copy without solutions and outputs."""
+    """A copy of the notebook without solutions and outputs."""
     from nbgrader.preprocessors import ClearOutput, ClearSolutions, ComputeChecksums, LockCells
 
     student, resources = nbformat.from_dict(notebook), {}
@@ -29,7 +29,7 @@ def student_version(notebook: NotebookNode) -> NotebookNode:
 
 
 def solved_version(student: NotebookNode, notebook: NotebookNode) -> NotebookNode:
-    """A student's copy with the solutions of the notebook put back."""
+    """A student version with the solutions of the notebook put back."""
     answers = {
         cell.metadata.nbgrader.grade_id: cell.source
         for cell in notebook.cells
@@ -44,7 +44,7 @@ def solved_version(student: NotebookNode, notebook: NotebookNode) -> NotebookNod
 
 
 def main() -> None:
-    """Write the student version of every notebook of a folder into another."""
+    """Write the student version of every notebook in one folder into another."""
     source, target = map(Path, sys.argv[1:3])
     target.mkdir(exist_ok=True)
     for file in sorted(source.glob("*.ipynb")):

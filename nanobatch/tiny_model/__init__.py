@@ -1,4 +1,4 @@
-"""The bundled model: a byte-level Llama of a million parameters that tells short stories.
+"""The bundled model: a byte-level Llama with a million parameters that writes short stories.
 
 grammar.py           the stories it was trained on, as a grammar
 train.py             the script that trained it

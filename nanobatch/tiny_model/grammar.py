@@ -1,14 +1,13 @@
 """The stories that the bundled model was trained on, as a grammar of a few hundred words.
 
 A story is a beginning, two or three events and an end. The beginning picks a cast (a name, a
-kind of creature, a trait, a place, a thing); everything after it keeps speaking of that same
-cast. That is what makes the stories useful here: when one request leaks into another, the
-wrong name or the wrong thing turns up, and anybody can see it.
+kind of creature, a trait, a place, a thing); the rest refers to the same cast. So when one
+request leaks into another, a wrong name or thing shows up in the text.
 
 Always holds: story(Random(s)) begins with opening(Random(s)), and every word of every story
 is in WORDS.
 
-Uses the standard library only, so a check on generated text needs no model and no torch.
+Standard library only, so that checking a text needs neither a model nor torch.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ def _list(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-# Within a list no two words begin alike: the first byte already says which one it is. A
-# byte-level model of a million parameters learns to keep a name only if it is that easy.
+# Within a list all words start with different letters: the first byte decides the word. A
+# byte-level model with a million parameters learns to keep a name only if it is that easy.
 NAMES = {
     "she": _list("Ada Clara Ella Ivy Mia Sofia"),
     "he": _list("Ben Finn Hugo Leo Ned Tom"),
@@ -42,7 +41,7 @@ COLORS = _list("blue golden magic old purple red silver tiny yellow")
 THINGS = _list("""
     basket clock drum feather hat kite lantern map necklace quilt ring scarf umbrella violin
 """)
-PLACES = {  # how the beginning says it: how the rest of the story calls it
+PLACES = {  # as the beginning says it: as the rest of the story says it
     "at the edge of the wood": "wood",
     "behind the bakery": "bakery",
     "beside a mill": "mill",
@@ -72,8 +71,8 @@ WANTING = (
     "Every night {name}, {hero} from the {place}, wished on a star for {prize}.",
 )
 
-# A scene is two or three events that belong together, so that what fell into a well comes out
-# of a well. Some are short and some are long: the lengths of stories should really vary.
+# A scene is two or three events that belong together. Scenes differ in length, so that the
+# lengths of stories vary.
 LOSING = (
     (
         "One morning the wind blew the {thing} away.",
@@ -183,7 +182,7 @@ def story(rng: random.Random) -> str:
 
 
 def opening(rng: random.Random) -> str:
-    """The beginning of the story that story() would tell with this rng: a good prompt."""
+    """The beginning of the story that story() would tell with this rng; used as a prompt."""
     beginning, _, cast = _plan(rng)
     return beginning.format(**cast)
 
@@ -195,11 +194,11 @@ def _plan(rng: random.Random) -> tuple[str, tuple[str, ...], dict[str, str]]:
 
 
 def _cast(rng: random.Random) -> dict[str, str]:
-    """Draw who and what a story is about: a value for every field of the templates."""
+    """Draw a value for every field of the templates."""
     sex_of = {name: sex for sex, names in NAMES.items() for name in names}
     name, pal = rng.sample(sorted(sex_of), 2)
     she, him, her = PRONOUNS[sex_of[name]]
-    # Two of a kind would make "the fox" ambiguous.
+    # With two of a kind, "the fox" would be ambiguous.
     kind = rng.choice(KINDS[sex_of[name]])
     palkind = rng.choice([k for k in KINDS[sex_of[pal]] if k != kind])
     trait, color, thing = rng.choice(TRAITS), rng.choice(COLORS), rng.choice(THINGS)
@@ -226,7 +225,7 @@ def _cast(rng: random.Random) -> dict[str, str]:
 
 
 def _a(phrase: str) -> str:
-    """The phrase with its indefinite article. Enough for the words of this grammar."""
+    """The phrase with its indefinite article; a vowel rule is enough for this grammar."""
     return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
 
 

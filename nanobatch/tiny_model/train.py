@@ -1,4 +1,4 @@
-"""Train the bundled model from nothing: a byte-level Llama of a million parameters.
+"""Train the bundled model from scratch: a byte-level Llama with a million parameters.
 
     python -m nanobatch.tiny_model.train --out some/directory
 
@@ -7,15 +7,15 @@ training data is whole stories, one after the other, cut at the length of the ro
 
     256 O n c e ... 257 256 L o n g   a g o ... 257 256 O n e
 
-so the model learns where a story ends, and that another one may follow. The stories are drawn
-as training goes; no two steps see the same ones.
+so the model learns where a story ends, and that another one may follow. Stories are drawn
+during training; no two steps see the same ones.
 
-What makes a story is that it speaks again of whom and what it began with. Those words are few,
-and for a small model the hardest: the loss counts the first byte of each REFERENCE_WEIGHT
-times. (Without that, names are learned late, and things not at all.)
+A story must refer back to its own cast. These words are rare, and the hardest for a small
+model, so the loss counts the first byte of each REFERENCE_WEIGHT times. (Without that, names
+are learned late and things not at all.)
 
-Always holds: the number of steps is fixed, never the time, so one seed gives one model on one
-kind of machine. (Another processor sums in another order, and gives another, equally good.)
+Always holds: the number of steps is fixed, so one seed gives one model on one kind of
+processor. (Another sums in another order and gives a different, equally good model.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONTEXT = 1024
 PEAK_LR = 3e-3
 WARMUP_STEPS = 100
 # Attention over short rows is cheaper, so most steps use rows that just hold a whole story.
-# Every eighth fills the context: there the model learns to pay no heed to older stories.
+# Every eighth step fills the context: there the model learns to ignore older stories.
 SHORT_ROWS = (8, 384)
 LONG_ROWS = (3, CONTEXT)
 REFERENCE_WEIGHT = 8.0
@@ -73,7 +73,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def weights_of(text: str) -> list[float]:
-    """How much each byte of a story counts: more where it speaks again of its cast."""
+    """The weight of each byte of a story: more where it refers back to its cast."""
     weights, seen = [1.0] * len(text), set()
     for match in re.finditer("[A-Za-z]+", text):
         word = match[0].lower()
@@ -93,7 +93,7 @@ def token_stream(rng: random.Random) -> Iterator[tuple[int, float]]:
 
 
 def next_batch(rng: random.Random, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens and weights, [rows, length] each; each row starts a story of its own."""
+    """Tokens and weights, [rows, length] each; each row starts with a new story."""
     streams = [token_stream(rng) for _ in range(rows)]
     pairs = [[next(stream) for _ in range(length)] for stream in streams]
     ids = torch.tensor([[token for token, _ in row] for row in pairs])
@@ -101,7 +101,7 @@ def next_batch(rng: random.Random, rows: int, length: int) -> tuple[Tensor, Tens
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Rise in a straight line for WARMUP_STEPS, then fall along a cosine to a hundredth."""
+    """Linear warm-up over WARMUP_STEPS, then a cosine decay to a hundredth of the peak."""
     if step < WARMUP_STEPS:
         return PEAK_LR * (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -109,12 +109,12 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def train(seed: int, steps: int) -> LlamaForCausalLM:
-    """Train a new model for so many steps, and print the loss as it goes."""
+    """Train a new model for this many steps; print the loss every 100."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     model = new_model()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps")
-    # Decay the matrices only: pulling the gains of the norms to zero has no use.
+    # Weight decay for matrices only, not for the gains of norms.
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},

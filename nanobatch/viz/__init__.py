@@ -1,21 +1,25 @@
-"""Every figure, drawn from live state: what was measured, not what should have been.
+"""The figures, drawn from live state: an engine, a plan, an allocator, measured times.
 
-    roofline    measured speeds against what bandwidth and arithmetic allow
-    padding     a padded batch, place by place, and what its places are for
-    timeline    requests as bars in the slots of the batch
-    steps       requests over steps; the token budget of each step
-    masks       masks as grids, and what they waste
-    blocks      the pool and the block tables; fragmentation; prefix hits
-    kernel      what each program of the attention kernel reads
-    lives       one engine's requests from arrival to end
-    latency     distributions of latency; goodput against the rate
-    measure     tables as bars, sweeps as curves
+    roofline     measured speeds against what bandwidth and arithmetic allow
+    padding      a padded batch, entry by entry, and what each entry is for
+    timeline     requests as bars in the slots of the batch
+    steps        requests over steps; the token budget of each step
+    masks        masks as grids, and what they waste
+    pool_state   a copy of the block pool at one moment
+    blocks       the pool and the block tables; fragmentation; prefix hits
+    kernel       what each program of the attention kernel reads
+    watch        records what each step of an engine did
+    lives        one engine's requests from arrival to end
+    latency      distributions of latency; goodput against the rate
+    measure      tables as bars, sweeps as curves
 
-One visual grammar: a request has one colour everywhere; grey is what does nothing; the dark
-start of a bar is the time to its first token (style.py).
+Conventions (style.py): a request has one colour in all figures; grey is idle or wasted; the
+dark start of a bar is the time to the first token.
 
-Always holds: functions draw on the axes they are given, or on a new Figure which they return,
-and change no other state.
+Always holds: a function draws on the axes it is given, or on a new Figure that it returns. It
+changes no other state.
+
+`python -m nanobatch.viz --gallery DIR` writes a PNG of each.
 """
 
 from nanobatch.viz.measure import ladder, throughput_against_latency

@@ -1,4 +1,4 @@
-"""A PNG of each figure, from its small example: python -m nanobatch.viz --gallery DIR"""
+"""Draw a small example of every figure as a PNG: python -m nanobatch.viz --gallery DIR"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanobatch import viz
 
 
 def examples() -> dict[str, Callable[[], Figure]]:
-    """All that the modules of viz have to show, by name."""
+    """The examples of all modules of viz, by name."""
     found = {}
     for info in pkgutil.iter_modules(viz.__path__):
         if info.name == "__main__":
@@ -27,7 +27,7 @@ def examples() -> dict[str, Callable[[], Figure]]:
 
 
 def main() -> None:
-    """Draw the gallery."""
+    """Write a PNG of each example into a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gallery", metavar="DIR", type=Path, required=True)
     folder = parser.parse_args().gallery

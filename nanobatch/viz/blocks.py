@@ -1,24 +1,24 @@
-"""The pool of KV-cache blocks: who holds which, what is free, what is wasted.
+"""Figures of the pool of KV-cache blocks: who holds which, what is free, what is wasted.
 
-    take_state, state_of   what a pool looks like now, for drawing later
-    pool                   the blocks in a grid, beside the block tables
-    pool_steps             the pool as one row of blocks for each of a few moments
-    animate, as_gif        the grid and the tables over many steps
-    fragmentation          reserved slots that hold no token, by block size
-    prefix_hits            prompt tokens that were found in the cache, and those computed
+    pool              the blocks in a grid, beside the block tables
+    pool_steps        one line of blocks for each of several moments
+    animate, as_gif   the grid and the tables over many steps
+    fragmentation     reserved slots that hold no token, by block size
+    prefix_hits       prompt tokens found in the prefix cache, and those computed
 
 A block has the colour and the number of the request that holds it (of several, if it is
-shared); its right end is pale as far as its slots hold no token yet. Grey is free, hatched
-grey is free and can still be found by its content.
+shared). The part of a block whose slots hold no token yet is pale. Grey is free; hatched grey
+is free but still cached, so that a prefix match can find it.
 
-Always holds: a state is a copy: it does not change when the allocator goes on.
+What they draw are the copies that pool_state.py takes.
+
+Used in notebooks/05_paged_kv_blocks.ipynb.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.animation import FuncAnimation, PillowWriter
@@ -32,73 +32,11 @@ from nanobatch.config import EngineConfig
 from nanobatch.request import Request, RequestMetrics, SamplingParams
 from nanobatch.scheduler import Scheduler
 from nanobatch.utils.arithmetic import cdiv
+from nanobatch.viz.pool_state import PoolState, state_of
 from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
 
 COLUMNS = 8  # blocks in a row of the grid
 PALE = 0.3  # opacity of slots that hold no token yet
-
-
-@dataclass(frozen=True)
-class PoolState:
-    """A pool at one moment.
-
-    Attributes:
-        num_blocks, block_size: of the pool.
-        tables: the block table of each request, by its number.
-        num_tokens: how many tokens of each request lie in its blocks.
-        cached_free: blocks that nobody holds and that can be found by content.
-        title: what to write above it.
-    """
-
-    num_blocks: int
-    block_size: int
-    tables: dict[int, tuple[int, ...]]
-    num_tokens: dict[int, int]
-    cached_free: frozenset[int]
-    title: str = ""
-
-    def holders(self, block_id: int) -> list[int]:
-        """The numbers of the requests whose tables hold the block."""
-        return [i for i, table in self.tables.items() if block_id in table]
-
-    def filled(self, request: int, index: int) -> float:
-        """Share of the slots in the index-th block of a request that hold a token."""
-        num_here = self.num_tokens[request] - index * self.block_size
-        return min(1.0, max(0.0, num_here / self.block_size))
-
-
-def take_state(
-    allocator: BlockAllocator,
-    tables: Mapping[int, Sequence[int]],
-    num_tokens: Mapping[int, int] | None = None,
-    title: str = "",
-) -> PoolState:
-    """Copy what an allocator and the block tables of requests look like now.
-
-    Args:
-        allocator: the pool.
-        tables: block tables by the number of their request.
-        num_tokens: tokens in the cache by request; None: all blocks are full.
-        title: what to write above it.
-    """
-    if num_tokens is None:
-        num_tokens = {i: len(table) * allocator.block_size for i, table in tables.items()}
-    cached_free = frozenset(
-        block
-        for block in range(allocator.num_blocks)
-        if allocator.is_cached(block) and allocator.ref_count(block) == 0
-    )
-    copies = {i: tuple(table) for i, table in tables.items()}
-    size = (allocator.num_blocks, allocator.block_size)
-    return PoolState(*size, copies, dict(num_tokens), cached_free, title)
-
-
-def state_of(scheduler: Scheduler, title: str = "") -> PoolState:
-    """take_state for the running requests of a scheduler, numbered in order of arrival."""
-    running = [request for request in scheduler.running if not request.is_finished]
-    tables = {request.arrival_order: request.block_table for request in running}
-    num_tokens = {request.arrival_order: request.num_computed_tokens for request in running}
-    return take_state(scheduler.allocator, tables, num_tokens, title)
 
 
 # ---------------------------------------------------------------------- the pool at a moment
@@ -112,7 +50,7 @@ def pool(state: PoolState) -> Figure:
 
 
 def pool_steps(states: Sequence[PoolState]) -> Figure:
-    """One row of blocks for each state, its title at the left: what happens step by step."""
+    """One line of blocks for each state, with its title at the left."""
     figure = Figure(figsize=(9, 0.36 * len(states) + 1.2), layout="constrained")
     ax = figure.subplots()
     for row, state in enumerate(states):
@@ -129,7 +67,7 @@ def pool_steps(states: Sequence[PoolState]) -> Figure:
 
 def animate(states: Sequence[PoolState], interval_ms: int = 600) -> FuncAnimation:
     """pool() over time, a frame for each state. Keep what it returns until it is shown."""
-    figure, axes = _pool_axes(states, width=7.2)  # small: every frame is a picture
+    figure, axes = _pool_axes(states, width=7.2)  # small, since a GIF stores every frame
     FigureCanvasAgg(figure)
     requests = sorted({i for state in states for i in state.tables})
     longest = _longest_table(states)
@@ -215,7 +153,7 @@ def _draw_block(
 def _draw_cell(
     ax: Axes, x: float, y: float, requests: Sequence[int], filled: float, text: str
 ) -> None:
-    """A block in the colours of its requests, one band each, solid as far as it is filled."""
+    """A block in the colours of its requests, one band each; the filled part is solid."""
     height = 0.88 / len(requests)
     for band, request in enumerate(requests):
         top, colour = y + band * height, colour_of(request)
@@ -250,7 +188,7 @@ def _legend(figure: Figure) -> None:
     )
 
 
-# -------------------------------------------------------------------------- what it is worth
+# ------------------------------------------------------------------ waste, and what is saved
 
 
 def empty_share(lengths: Sequence[int], reserved: Sequence[int]) -> float:
@@ -263,12 +201,12 @@ def fragmentation(
     max_len: int,
     block_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
 ) -> Figure:
-    """Share of reserved slots that hold no token, when requests hold these many tokens.
+    """Share of reserved slots that hold no token, by block size.
 
     Args:
         lengths: tokens that each request has in the cache, at most max_len.
-        max_len: what a contiguous reservation takes for each.
-        block_sizes: in tokens, a bar for each.
+        max_len: tokens that a contiguous reservation takes for each request.
+        block_sizes: in tokens; one bar for each.
     """
     shares = [empty_share(lengths, [max_len] * len(lengths))]
     for size in block_sizes:
@@ -291,10 +229,10 @@ def fragmentation(
 
 
 def prefix_hits(turns: Sequence[Sequence[RequestMetrics]]) -> Figure:
-    """Prompt tokens that the prefix cache had, and those that were computed.
+    """Prompt tokens that were found in the prefix cache, and those that were computed.
 
     Args:
-        turns: for each turn the metrics of all conversations, in the same order.
+        turns: for each turn, the metrics of all conversations in the same order.
     """
     num_chats = len(turns[0])
     figure = Figure(figsize=(9, 0.24 * num_chats * len(turns) + 1.5), layout="constrained")
@@ -326,7 +264,7 @@ def prefix_hits(turns: Sequence[Sequence[RequestMetrics]]) -> Figure:
 
 
 def _example_states(num_steps: int = 12) -> list[PoolState]:
-    """Four made-up requests, two with a common beginning, on a pool of 16 blocks of 4."""
+    """Four made-up requests, two with a common prefix, on a pool of 16 blocks of 4 slots."""
     config = EngineConfig(
         num_blocks=16, block_size=4, max_num_seqs=3, max_num_batched_tokens=16, max_model_len=64
     )

@@ -1,10 +1,10 @@
-"""What the programs of one attention launch read from the cache.
+"""What each program of one attention launch reads from the cache.
 
-    reads_of_programs    a row for each program, a column for each key position
-    bytes_of_programs    a bar for each program: how even the work is, with and without splits
+    reads_of_programs    which keys: one line for each program, over key positions
+    bytes_of_programs    how much: one bar for each program, with and without splits
 
-Both draw the programs of one KV head: the others do the same with their own keys. What a
-program reads comes from launch_config.keys_of_program, which computes it as the kernel does.
+Both draw the programs of one KV head; the other heads read the same positions of their own
+keys. What a program reads comes from launch_config.keys_of_program, computed as in the kernel.
 
 Taught in notebooks/06_the_triton_kernel.ipynb.
 """
@@ -24,7 +24,7 @@ from nanobatch.viz.style import IDLE, INK, colour_of
 
 
 class Program(NamedTuple):
-    """One program, and the key positions first to end - 1 that it reads of a sequence."""
+    """One program; it reads the key positions first to end - 1 of a sequence."""
 
     query_block: int
     split: int
@@ -49,12 +49,12 @@ def programs_of(
 def reads_of_programs(
     batch: Batch, plan: LaunchConfig, sliding_window: int | None = None
 ) -> Figure:
-    """Which keys each program reads, coloured by request; grey: keys that it leaves out.
+    """Which keys each program reads, coloured by request; grey: keys that it skips.
 
     Args:
         batch: the step's batch; row i is request i.
-        plan: how the launch is cut up.
-        sliding_window: keys that a query sees; None: all before it.
+        plan: the launch configuration.
+        sliding_window: keys that a query sees, its own included; None: all up to it.
     """
     programs = programs_of(batch, plan, sliding_window)
     seq_lens = batch.seq_lens_S.tolist()
@@ -97,7 +97,7 @@ def reads_of_programs(
 
 
 def _label_programs(ax: Axes, programs: list[Program], plan: LaunchConfig) -> None:
-    """A row of the axes for each program, the first on top."""
+    """One line of the axes for each program, the first on top."""
     has_splits = plan.num_splits > 1
     labels = [
         f"{p.query_block}, {p.split}" if has_splits else f"{p.query_block}" for p in programs
@@ -116,14 +116,14 @@ def bytes_of_programs(
     itemsize: int,
     sliding_window: int | None = None,
 ) -> Figure:
-    """Bytes of keys and values that each program reads, a panel for each plan.
+    """Bytes of keys and values that each program reads, one panel for each configuration.
 
     Args:
         batch: the step's batch; row i is request i.
-        plans: by what the panel is called.
+        plans: launch configurations by the title of their panel.
         head_dim: D.
         itemsize: bytes of one number of the cache.
-        sliding_window: keys that a query sees; None: all before it.
+        sliding_window: keys that a query sees, its own included; None: all up to it.
     """
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots(1, len(plans), sharey=True, squeeze=False)[0]
@@ -152,7 +152,7 @@ def bytes_of_programs(
 
 
 def _example() -> tuple[Batch, LaunchConfig, LaunchConfig]:
-    """Two decodes and a chunk of a prompt; group size 3; without splits and with four."""
+    """Two decodes and a chunk of a prompt; group size 3; one split and four."""
     lens, block_size = [(1, 41), (6, 22), (1, 9)], 4
     rows = [Row([0] * t, n - t, range(cdiv(n, block_size))) for t, n in lens]
     batch = pack(rows, block_size)

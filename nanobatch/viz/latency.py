@@ -1,14 +1,13 @@
-"""Latencies as cumulative distributions, and what a rate of requests gets within limits.
+"""Latencies as cumulative distributions; goodput against the request rate.
 
-    latency_cdf             one quantity, a curve for each system, P50 and P99 marked
+    latency_cdf             one quantity: a curve for each system, P50 and P99 marked
     request_latencies       TTFT, TPOT and end-to-end latency side by side
-    goodput_against_rate    requests/s asked for against served, and served within the limits
+    goodput_against_rate    requests/s offered, served, and served within the limits
 
-A point (x, y) of a curve says: a share y of the values is at most x. Curves are drawn through
-the linearly interpolated percentiles of metrics.percentile, so that the marks lie on them.
+A point (x, y) of a curve: a share y of the values is at most x. Curves go through the linearly
+interpolated percentiles of metrics.percentile, so the marks lie on them.
 
-Always holds: a system has the colour, the line and the marks of its place in the mapping, in
-each panel.
+Always holds: a system has the same colour, line and marks in each panel.
 
 Taught in notebooks/08_measuring_honestly.ipynb.
 """
@@ -27,7 +26,7 @@ from nanobatch.request import RequestMetrics
 from nanobatch.viz.style import IDLE, INK, colour_of
 
 LINES = ("-", "--", "-.", ":")
-LOG_FROM = 10  # the axis is logarithmic if the largest value is this many times the smallest
+LOG_FROM = 10  # logarithmic axis if the largest value is this many times the smallest
 
 
 def draw_cdf(
@@ -43,9 +42,9 @@ def draw_cdf(
     Args:
         ax: where to draw.
         systems: values in ms by name, at least one each.
-        xlabel: what they are, without the unit.
-        limit: a limit in ms to show as a line.
-        of: what there is one value of.
+        xlabel: of the axis, without the unit.
+        limit: in ms, drawn as a line.
+        of: what the values belong to (for the label of the y axis).
     """
     for i, (name, values) in enumerate(systems.items()):
         ordered = sorted(values)
@@ -99,8 +98,9 @@ def request_latencies(
     """TTFT, TPOT and end-to-end latency of the same requests, a panel each.
 
     Args:
-        systems: metrics of finished requests by name. Those of one output token have no TPOT.
-        limits: in ms on "ttft", "tpot", "e2el", as metrics.summarize takes them; drawn.
+        systems: metrics of finished requests by name. Requests with one output token have no
+            TPOT.
+        limits: in ms on "ttft", "tpot", "e2el", as in metrics.summarize; drawn as lines.
     """
     limits = {} if limits is None else limits
     figure = Figure(figsize=(9, 3.9), layout="constrained")
@@ -121,7 +121,7 @@ def request_latencies(
 
 
 def goodput_against_rate(systems: Mapping[str, Mapping[str, float]], title: str) -> Figure:
-    """What is served of each rate that is asked for, and what of it is within the limits.
+    """For each rate offered: the rate served, and the rate served within the limits.
 
     Args:
         systems: figures by "NAME @ RATE", in ascending order of rate, with request_goodput;
@@ -135,7 +135,7 @@ def goodput_against_rate(systems: Mapping[str, Mapping[str, float]], title: str)
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     ax = figure.subplots()
     most = max(rate for points in curves.values() for rate, _ in points)
-    ax.plot([0, most], [0, most], color=IDLE, linewidth=4, label="served = asked for", zorder=0)
+    ax.plot([0, most], [0, most], color=IDLE, linewidth=4, label="served = offered", zorder=0)
     for i, (name, points) in enumerate(curves.items()):
         rates = [rate for rate, _ in points]
         look = {"color": colour_of(i), "marker": "os^Dv"[i % 5], "markersize": 6}
@@ -143,7 +143,7 @@ def goodput_against_rate(systems: Mapping[str, Mapping[str, float]], title: str)
         good = [p["request_goodput"] for _, p in points]
         ax.plot(rates, served, linestyle="--", label=f"{name}: served", alpha=0.7, **look)
         ax.plot(rates, good, linestyle="-", label=f"{name}: goodput", linewidth=2.2, **look)
-    ax.set_xlabel("requests per second asked for")
+    ax.set_xlabel("requests per second offered")
     ax.set_ylabel("requests per second")
     ax.set_ylim(bottom=-0.03 * most)
     ax.spines[["top", "right"]].set_visible(False)

@@ -1,19 +1,17 @@
-"""The life of each request over the engine's steps: a lane for each.
+"""Figures of each request over the engine's steps: one lane for each request.
 
-    Watch           stands between an engine and its runner, and notes what each step did
     lives           the lanes of one watched engine, over steps or over time
-    lives_compared  the lanes of several, one above the other on one axis
+    lives_compared  the lanes of several engines, one above the other on one axis
 
-A lane, a cell for each step (the grammar of all figures, see style.py, and three marks more):
+A lane has a cell for each step (colours as in all figures, see style.py, and three more marks):
 
-    grey      waits                       X        its blocks were taken: preempted
-    dark      computes so many tokens     hatched  so many tokens found in the prefix cache
-    coloured  decodes: one token          dotted   waits with its blocks on the host
+    grey      waiting                     X        preempted: lost its blocks
+    dark      prefill, with its tokens    hatched  tokens found in the prefix cache
+    coloured  decode: one token           dotted   waiting, swapped out to the host
 
-A number in a cell counts tokens. The first cell of a run of decodes says whose they are: "r2".
+A number in a cell counts tokens. The first cell of a run of decodes names the request: "r2".
 
-Always holds: a Watch changes neither plans nor tokens; whatever is drawn was noted while a
-plan was about to run, or is read from the requests when the figure is made.
+What they draw is what a Watch (watch.py) has recorded.
 
 Used in notebooks/07_the_engine.ipynb.
 """
@@ -21,7 +19,6 @@ Used in notebooks/07_the_engine.ipynb.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -32,105 +29,12 @@ from matplotlib.ticker import MaxNLocator
 
 from nanobatch.config import EngineConfig
 from nanobatch.engine import LLMEngine, StepResult
-from nanobatch.plan import ScheduledRequest, SchedulerOutput
-from nanobatch.request import Request, RequestStatus, SamplingParams
+from nanobatch.plan import SchedulerOutput
+from nanobatch.request import SamplingParams
 from nanobatch.viz.style import IDLE, INK, colour_of
+from nanobatch.viz.watch import Cell, Step, Watch
 
 HEIGHT = 0.8  # of a lane, whose place is 1
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What one request did in one step.
-
-    kind: "waiting", "swapped", "prefill" or "decode".
-    num_tokens: computed in this step. samples: whether it got a token.
-    num_cached: tokens that it found in the prefix cache as it was admitted in this step.
-    num_back: tokens whose blocks came back from the host in this step.
-    """
-
-    kind: str
-    num_tokens: int = 0
-    samples: bool = False
-    num_cached: int = 0
-    num_back: int = 0
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step: when the runner began and ended (seconds), and who did what."""
-
-    start: float
-    end: float
-    cells: dict[Request, Cell]
-    preempted: list[Request]
-
-
-class Watch:
-    """Stands between an engine and its runner, and notes each step.
-
-    Args:
-        engine: its runner is replaced by this object, until `leave()`.
-    """
-
-    def __init__(self, engine: LLMEngine):
-        self._runner = engine.runner
-        self._engine = engine
-        self.steps: list[Step] = []
-        engine.runner = self
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._runner, name)  # vocab_size and the like are the runner's own
-
-    def run(self, plan: SchedulerOutput) -> StepResult:
-        """Note the plan, and let the runner compute it."""
-        before = self.steps[-1].cells if self.steps else {}
-        cells = {row.request: _cell_of_row(row, before) for row in plan.scheduled}
-        for request in self._engine.scheduler.waiting:
-            is_swapped = request.status is RequestStatus.SWAPPED
-            cells[request] = Cell("swapped" if is_swapped else "waiting")
-        start = self._engine.clock.now()
-        result = self._runner.run(plan)
-        end = self._engine.clock.now()
-        self.steps.append(Step(start, end, cells, list(plan.preempted)))
-        return result
-
-    def leave(self) -> None:
-        """Give the engine its runner back. What was noted stays."""
-        self._engine.runner = self._runner
-
-    @property
-    def requests(self) -> list[Request]:
-        """All that were seen, in order of arrival: their places are their numbers."""
-        seen = dict.fromkeys(request for step in self.steps for request in step.cells)
-        return sorted(seen, key=lambda request: request.arrival_order)
-
-    def token_gaps(self, request: Request) -> list[float]:
-        """Seconds between the request's tokens: its inter-token latencies."""
-        times = [
-            step.end
-            for step in self.steps
-            if request in step.cells and step.cells[request].samples
-        ]
-        return [b - a for a, b in zip(times, times[1:], strict=False)]
-
-
-def _cell_of_row(row: ScheduledRequest, before: Mapping[Request, Cell]) -> Cell:
-    request, last = row.request, before.get(row.request)
-    is_decode = row.num_tokens == 1 and row.samples and len(request.output_token_ids) > 0
-    is_admitted = last is None or last.kind in ("waiting", "swapped")
-    num_found = request.num_computed_tokens if is_admitted else 0
-    was_swapped = last is not None and last.kind == "swapped"
-    return Cell(
-        "decode" if is_decode else "prefill",
-        row.num_tokens,
-        row.samples,
-        num_cached=0 if was_swapped else num_found,
-        num_back=num_found if was_swapped else 0,
-    )
-
-
-# ----------------------------------------------------------------------------------- drawing
 
 
 def lives(watch: Watch, title: str, by: str = "step") -> Figure:
@@ -139,10 +43,10 @@ def lives(watch: Watch, title: str, by: str = "step") -> Figure:
     Args:
         watch: at least one step.
         title: of the figure.
-        by: "step": a cell is one step wide; "time": as wide as the step took.
+        by: "step": all cells are equally wide; "time": as wide as the step took long.
 
     Raises:
-        ValueError: by is neither, or there was no step.
+        ValueError: by is neither, or the watch has recorded no step.
     """
     return lives_compared({title: watch}, by)
 
@@ -156,7 +60,7 @@ def lives_compared(watches: Mapping[str, Watch], by: str = "time") -> Figure:
     if by not in ("step", "time"):
         raise ValueError(f"by is {by!r}; it must be 'step' or 'time'")
     if not watches or not all(watch.steps for watch in watches.values()):
-        raise ValueError("a watch has noted no step; run the engine before drawing")
+        raise ValueError("a watch has recorded no step; run the engine before drawing")
     num_lanes = sum(len(watch.requests) for watch in watches.values())
     height = 0.32 * num_lanes + 0.5 * len(watches) + 0.9
     figure = Figure(figsize=(9, height), layout="constrained")
@@ -164,7 +68,7 @@ def lives_compared(watches: Mapping[str, Watch], by: str = "time") -> Figure:
     rows = figure.subplots(len(watches), 1, sharex=True, squeeze=False, height_ratios=ratios)
     longest = max(_edges(watch, by)[-1][1] for watch in watches.values())
     for ax, (title, watch) in zip(rows[:, 0], watches.items(), strict=True):
-        ax.set_xlim(0, 1.07 * longest)  # room for the last words
+        ax.set_xlim(0, 1.07 * longest)  # room for the last finish reason
         _lanes(ax, watch, by, title)
     unit = "step of the engine" if by == "step" else "time (ms)"
     rows[-1, 0].set_xlabel(unit)
@@ -214,7 +118,7 @@ def _lanes(ax: Axes, watch: Watch, by: str, title: str) -> None:
 def _draw_cell(
     ax: Axes, cell: Cell, number: int, left: float, right: float, is_first: bool
 ) -> None:
-    """One step of one request. is_first: of a run; a decode then says whose it is."""
+    """One step of one request. is_first: of a run of one kind; a decode then has a number."""
     width, colour = right - left, colour_of(number)
     bar = {"left": left, "height": HEIGHT, "edgecolor": "white", "linewidth": 0.4}
     if cell.kind in ("waiting", "swapped"):
@@ -236,14 +140,14 @@ def _draw_cell(
 
 
 def _ink_on(colour: str) -> str:
-    """White or dark, whichever can be read on the colour."""
+    """White or dark, whichever is legible on the colour."""
     red, green, blue = to_rgb(colour)
     is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
     return "white" if is_dark else INK
 
 
 def _draw_found(ax: Axes, cell: Cell, number: int, left: float, width: float) -> None:
-    """The upper half of a cell: tokens that need no computing."""
+    """The upper half of a cell: tokens that need no computation."""
     hatch = "/////" if cell.num_cached else "...."
     top = number - HEIGHT / 4
     ax.barh(
@@ -262,7 +166,7 @@ def _write(
     colour: str,
     is_boxed: bool = False,
 ) -> None:
-    """Write into a cell what fits into it."""
+    """Write a text into a cell if it fits."""
     points_per_unit = 8.2 * 72 / ax.get_xlim()[1]  # the axes are about 8.2 inch wide
     size = 6.5 if is_boxed else 7
     if len(text) * 0.62 * size > width * points_per_unit:
@@ -275,7 +179,7 @@ def _write(
 
 
 def _legend(steps: list[Step]) -> list[Patch | Line2D]:
-    """An entry for each thing that is there to see."""
+    """An entry for each mark that occurs in these steps."""
     cells = [cell for step in steps for cell in step.cells.values()]
     kinds = {cell.kind for cell in cells}
     colour = colour_of(0)
@@ -311,7 +215,7 @@ def _legend(steps: list[Step]) -> list[Patch | Line2D]:
 
 
 class _StepClock:
-    """Time as an example wants it: one millisecond, and a tenth more for each token."""
+    """A made-up time: a step takes 1 ms, and 0.1 ms more for each token."""
 
     seconds = 0.0
 
@@ -320,7 +224,7 @@ class _StepClock:
 
 
 class _ExampleRunner:
-    """Samples the number of tokens that a request has: no model at all."""
+    """No model: the sampled token is the number of tokens that the request has."""
 
     def __init__(self, clock: _StepClock):
         self.clock = clock

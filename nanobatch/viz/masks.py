@@ -1,16 +1,15 @@
-"""Attention masks as grids: which scores are needed, which are computed for nothing.
+"""Attention masks as grids: which scores are needed, and which are wasted.
 
-    coloured   a query sees a key of its own request (the request's colour); of a single rule
-               this says only that the rule allows it
-    grey       computed and thrown away
+    coloured   a query sees a key of its own request (in the request's colour); for a single
+               rule: the rule allows it
+    grey       computed, then discarded
     white      not computed
-    x          a query sees a key of another request, in that other one's colour: a leak
+    x          a leak: a query sees a key of another request (in that request's colour)
 
-Rows are queries, columns are keys; the numbers at the sides are the requests. Every figure
-takes the very mask that attention runs with (attention_masks.py), dense or a BlockMask.
+Rows are queries, columns are keys; the numbers at the sides are the requests. The figures
+take the same masks as attention (attention_masks.py), dense or as a BlockMask.
 
-Always holds: what counts as needed is read from the mask's own entries, so a wrong mask is
-drawn wrong.
+Always holds: a figure shows the mask's own entries, so a wrong mask is drawn wrong.
 
 Taught in notebooks/04_ragged_batches_and_masks.ipynb.
 """
@@ -40,11 +39,11 @@ from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-PAD = -1  # the request of a row or column that belongs to nobody
-LEGEND = "coloured: needed    grey: computed for nothing    white: not computed    x: a leak"
+PAD = -1  # stands for the request of a padding row or column
+LEGEND = "coloured: needed    grey: wasted    white: not computed    x: a leak"
 RULES_LEGEND = "coloured: allowed by this rule    grey: not allowed    x: a leak"
-HATCHES = ("", "//", "..", "\\\\")  # tell layouts apart where colours do not
-MOST_LINES = 60  # rows beyond which lines between cells would hide the cells
+HATCHES = ("", "//", "..", "\\\\")  # tell layouts apart without colour
+MOST_LINES = 60  # with more rows than this, lines between cells would hide the cells
 
 
 def requests_of(lens: Sequence[int]) -> Tensor:
@@ -67,11 +66,11 @@ def mask_grid(
     Args:
         ax: where to draw.
         mask_RC: bool [rows, columns], True where the query sees the key.
-        query_requests_R: int [rows], the request of each query; PAD for padding.
+        query_requests_R: int [rows], the request of each query; PAD: padding.
         key_requests_RC: int [columns], or [rows, columns] where it differs by row.
         title: of the axes.
-        is_computed_RC: bool [rows, columns]; None: everything is.
-        tile_size: if set, lines are drawn around tiles of this many cells.
+        is_computed_RC: bool [rows, columns]; None: all scores are computed.
+        tile_size: if set, lines around tiles of this many cells.
     """
     rows, columns = mask_RC.shape
     by_row_R1, key_RC = query_requests_R.unsqueeze(1), key_requests_RC.expand(rows, columns)
@@ -103,16 +102,16 @@ def mask_grid(
     ax.tick_params(length=0, labelsize=8)
 
 
-def _lines(ax: Axes, at_rows: Sequence[int], at_columns: Sequence[int], **how: object) -> None:
+def _lines(ax: Axes, at_rows: Sequence[int], at_columns: Sequence[int], **line: object) -> None:
     """Lines above these rows and left of these columns."""
     for row in at_rows:
-        ax.axhline(row - 0.5, **how)
+        ax.axhline(row - 0.5, **line)
     for column in at_columns:
-        ax.axvline(column - 0.5, **how)
+        ax.axvline(column - 0.5, **line)
 
 
 def _number_requests(ax: Axes, side: str, requests: list[int]) -> None:
-    """The request's number at the middle of its rows (columns), a line where it changes."""
+    """The request's number at the middle of its rows (columns), a line between requests."""
     ticks, names, first = [], [], 0
     for request, run in groupby(requests):
         size = len(list(run))
@@ -140,8 +139,8 @@ def mask_panels(
         masks: by title; padded [S, 1, L, L], packed [T, L] or a BlockMask.
         seq_lens: keys of each request.
         query_lens: tokens that each request computes; None: all of seq_lens.
-        are_rules: the masks are single rules, packed [T, L]: what they allow need not be
-            needed, so the titles count the allowed entries instead.
+        are_rules: the masks are single rules, packed [T, L]. A rule may allow more than is
+            needed, so the titles count allowed entries instead.
     """
     query_lens = seq_lens if query_lens is None else query_lens
     width = 9 if len(masks) > 1 else 6
@@ -170,7 +169,7 @@ def _is_packed(mask: Tensor | BlockMask) -> bool:
 
 
 def _draw_padded(ax: Axes, mask_S1LL: Tensor, seq_lens: Sequence[int], title: str) -> None:
-    """The requests' matrices below each other; columns are padded positions, not packed."""
+    """The requests' matrices one below the other; columns are padded positions."""
     S, _, L, _ = mask_S1LL.shape
     is_pad_SL = torch.arange(L) < L - torch.tensor(seq_lens).unsqueeze(1)
     request_SL = torch.arange(S).unsqueeze(1).expand(S, L).masked_fill(is_pad_SL, PAD)
@@ -202,12 +201,12 @@ def waste_bars(
     seq_lens: Sequence[int],
     sliding_window: int | None = None,
 ) -> Figure:
-    """A bar for each layout: the scores of each request that are needed, and the rest in grey.
+    """A bar for each layout: the needed scores of each request, and the wasted ones in grey.
 
     Args:
-        masks: by name, all made from seq_lens and sliding_window.
+        masks: by name, all for seq_lens and sliding_window.
         seq_lens: tokens of each request.
-        sliding_window: keys that a query sees, itself included; None: all before it.
+        sliding_window: keys that a query sees, its own included; None: all up to it.
     """
     figure = Figure(figsize=(9, 0.5 * len(masks) + 1.2), layout="constrained")
     ax = figure.subplots()
@@ -223,12 +222,12 @@ def waste_bars(
                 ax.text(middle, row, f"r{request}", ha="center", va="center", fontsize=7)
             left += size
         ax.barh(row, total - left, left=left, color=IDLE)
-        share = f"{1 - left / total:.0%} for nothing"
+        share = f"{1 - left / total:.0%} wasted"
         ax.text(total + 0.01 * most, row, share, va="center", fontsize=8)
     ax.set_yticks(range(len(masks)), list(masks))
     ax.invert_yaxis()
     ax.set_xlim(0, 1.18 * most)
-    ax.set_xlabel("scores computed for each head (coloured: needed; grey: for nothing)")
+    ax.set_xlabel("scores computed for each head (coloured: needed; grey: wasted)")
     ax.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -236,12 +235,12 @@ def waste_bars(
 def waste_against_spread(
     spreads: Sequence[float], shares: Mapping[str, Sequence[float]], xlabel: str
 ) -> Figure:
-    """Grouped bars: the share of scores computed for nothing, for each spread of lengths.
+    """Grouped bars: the share of wasted scores, for each spread of lengths.
 
     Args:
         spreads: one for each group of bars.
         shares: by layout, a share between 0 and 1 for each spread.
-        xlabel: what a spread is.
+        xlabel: what the spread measures.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     ax = figure.subplots()
@@ -255,7 +254,7 @@ def waste_against_spread(
         ax.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
     ax.set_xticks(range(len(spreads)), [f"{s:g}" for s in spreads])
     ax.set_xlabel(xlabel)
-    ax.set_ylabel("scores computed for nothing (%)")
+    ax.set_ylabel("wasted scores (%)")
     ax.set_ylim(0, 112)
     ax.set_yticks(range(0, 101, 20))
     ax.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What was measured: tables as bars, sweeps as curves."""
+"""Measurements of bench.py as figures: a table as bars, a sweep of rates as curves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanobatch.viz.style import OKABE_ITO, colour_of
 
 
 def ladder(systems: Mapping[str, Mapping[str, float]], title: str) -> Figure:
-    """bench.py's table as bars: requests/s, and P50 and P99 latency, a row for each system."""
+    """bench.py's table as bars: requests/s, and P50 and P99 latency of each system."""
     figure = Figure(figsize=(10, 0.55 * len(systems) + 1.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = list(systems)
@@ -40,7 +40,7 @@ def ladder(systems: Mapping[str, Mapping[str, float]], title: str) -> Figure:
 def throughput_against_latency(
     systems: Mapping[str, Mapping[str, float]], title: str
 ) -> Figure:
-    """Requests/s that were served against P50 and P99 latency, a curve for each system.
+    """Throughput (requests/s served) against P50 and P99 latency, a curve for each system.
 
     Args:
         systems: figures by "NAME @ RATE", in ascending order of rate; see metrics.summarize.
@@ -59,7 +59,7 @@ def throughput_against_latency(
                 [p[f"{key}_e2el_ms"] / 1e3 for p in points],
                 color=colour_of(i),
                 marker="os^Dv"[i % 5],
-                # The later the smaller: where curves meet, each still shows.
+                # Smaller for later curves, so that each shows where they meet.
                 markersize=max(3, 10 - 2 * i),
                 linewidth=max(1, 4 - i),
                 label=name,

@@ -1,10 +1,10 @@
-"""Padded batches: what each place of the grid is for, and how many are for nobody.
+"""Padded batches: what each entry of the grid is for, and how many are wasted.
 
-    padded_batch   a batch as a grid: rows are requests, columns the places of the batch
-    waste_bars     batches side by side: the share of places that are of use, and the others
+    padded_batch   a batch as a grid: rows are requests, columns are token positions
+    waste_bars     several batches: which share of their entries is useful
 
-Always holds: what is of use has a colour, what is for nobody is grey (and has a mark or a
-hatch, since two kinds of grey must be told apart).
+Always holds: useful entries are coloured, wasted ones are grey (with a mark or a hatch, since
+there are two kinds).
 
 Taught in notebooks/02_static_batching.ipynb.
 """
@@ -21,14 +21,14 @@ from matplotlib.patches import Patch
 
 from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
 
-KINDS = ("prompt", "output", "pad", "nobody")  # what a place of the grid can be for
+KINDS = ("prompt", "output", "pad", "discarded")  # what an entry of the grid can be for
 LABELS = {
     "prompt": "prompt",
     "output": "output",
     "pad": "pad",
-    "nobody": "computed for nobody",
+    "discarded": "computed, then discarded",
 }
-PALE = 0.35  # how much of a request's colour its prompt has
+PALE = 0.35  # opacity of a prompt, in its request's colour
 
 
 def padded_batch(
@@ -37,12 +37,12 @@ def padded_batch(
     texts: Sequence[Sequence[str]] | None = None,
     title: str = "",
 ) -> Figure:
-    """A static batch as a grid: pads, prompts, outputs, and what was computed for nobody.
+    """A static batch as a grid: pads, prompts, outputs, and tokens that are discarded.
 
     Args:
         prompt_lens, output_lens: tokens of each request, in order of the rows.
-        texts: what to write on the tokens of each row (its prompt's and its output's), one
-            character each; None: nothing.
+        texts: for each row one character for each token of its prompt and output, written on
+            it; None: nothing is written.
         title: of the figure.
     """
     kinds = places_of(prompt_lens, output_lens)
@@ -68,7 +68,7 @@ def padded_batch(
     ]
     handles += [
         Patch(facecolor=IDLE, edgecolor=INK, hatch=hatch, label=LABELS[kind], linewidth=0)
-        for kind, hatch in (("pad", "..."), ("nobody", "xxx"))
+        for kind, hatch in (("pad", "..."), ("discarded", "xxx"))
     ]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8
@@ -77,27 +77,27 @@ def padded_batch(
 
 
 def places_of(prompt_lens: Sequence[int], output_lens: Sequence[int]) -> list[list[str]]:
-    """What each place of the grid is for: a kind of KINDS for each column of each row."""
+    """What each entry of the grid is for: one of KINDS for each column of each row."""
     longest_prompt, longest_output = max(prompt_lens), max(output_lens)
     return [
         ["pad"] * (longest_prompt - num_prompt)
         + ["prompt"] * num_prompt
         + ["output"] * num_output
-        + ["nobody"] * (longest_output - num_output)
+        + ["discarded"] * (longest_output - num_output)
         for num_prompt, num_output in zip(prompt_lens, output_lens, strict=True)
     ]
 
 
 def _colour(row: int, kind: str) -> tuple[float, ...]:
-    if kind in ("pad", "nobody"):
+    if kind in ("pad", "discarded"):
         return to_rgb(IDLE)
     share = PALE if kind == "prompt" else 1.0
     return tuple(1 - share * (1 - c) for c in to_rgb(colour_of(row)))
 
 
 def _write(ax: Axes, kinds: Sequence[Sequence[str]], texts: Sequence[Sequence[str]]) -> None:
-    """A mark or a character on each place."""
-    marks = {"pad": "·", "nobody": "×"}
+    """A mark or a character on each entry."""
+    marks = {"pad": "·", "discarded": "×"}
     for row, (line, text) in enumerate(zip(kinds, texts, strict=True)):
         own = iter(text)
         for column, kind in enumerate(line):
@@ -116,10 +116,10 @@ def _write(ax: Axes, kinds: Sequence[Sequence[str]], texts: Sequence[Sequence[st
 
 
 def waste_bars(counts: Mapping[str, Mapping[str, int]], title: str = "") -> Figure:
-    """What the places of batches were for, in percent: a bar for each batch or workload.
+    """What the entries of batches were for, in percent: a bar for each batch or workload.
 
     Args:
-        counts: by name of the bar, the number of places of each kind (KINDS).
+        counts: by name of the bar, the number of entries of each kind (KINDS).
         title: of the figure.
     """
     figure = Figure(figsize=(9, 0.42 * len(counts) + 1.3), layout="constrained")
@@ -128,7 +128,7 @@ def waste_bars(counts: Mapping[str, Mapping[str, int]], title: str = "") -> Figu
         "prompt": {"color": OKABE_ITO[4]},
         "output": {"color": OKABE_ITO[2]},
         "pad": {"facecolor": IDLE, "hatch": "..."},
-        "nobody": {"facecolor": IDLE, "hatch": "xxx"},
+        "discarded": {"facecolor": IDLE, "hatch": "xxx"},
     }
     totals = [sum(kinds[k] for k in KINDS) for kinds in counts.values()]
     left = np.zeros(len(counts))
@@ -136,7 +136,7 @@ def waste_bars(counts: Mapping[str, Mapping[str, int]], title: str = "") -> Figu
         number = np.array([kinds[kind] for kinds in counts.values()])
         share = 100 * number / np.array(totals)
         look = {"edgecolor": "white", "linewidth": 0.8, "height": 0.75} | style[kind]
-        if kind in ("pad", "nobody"):
+        if kind in ("pad", "discarded"):
             look["edgecolor"] = "#888888"
         bars = ax.barh(list(counts), share, left=left, label=LABELS[kind], **look)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}
@@ -148,7 +148,7 @@ def waste_bars(counts: Mapping[str, Mapping[str, int]], title: str = "") -> Figu
         left = left + share
     ax.invert_yaxis()
     ax.set_xlim(0, 100)
-    ax.set_xlabel("share of all places of the grids (%)")
+    ax.set_xlabel("share of all entries of the grids (%)")
     ax.set_title(title, loc="left", fontsize=10)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -176,5 +176,5 @@ EXAMPLES: dict[str, Callable[[], Figure]] = {
         ["A fox named", "One day a cr", "Long ago, "],
         "3 requests, padded on the left",
     ),
-    "waste_bars": lambda: waste_bars(_example_counts(), "What the places of three batches are"),
+    "waste_bars": lambda: waste_bars(_example_counts(), "What is in three batches"),
 }

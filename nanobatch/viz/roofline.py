@@ -1,10 +1,10 @@
-"""Why decoding is slow: times of tokens, the roofline, steps of a large model.
+"""Figures on why decoding is slow: token times, the roofline, steps of a large model.
 
-    token_times    seconds of each token, recomputing everything against reading a cache
-    roofline       measured products under what bandwidth and arithmetic allow
-    step_times     how a decode step grows with the batch, and what it yields
+    token_times    time of each token, without and with a KV cache
+    roofline       measured products below what bandwidth and arithmetic allow
+    step_times     time of a decode step against the batch size, and its throughput
 
-Always holds: everything drawn was measured or computed by the caller; the roof is the one of
+Always holds: the caller measured or computed everything that is drawn; the roof is that of
 nanobatch.simulation.roofline.Work.seconds.
 
 Taught in notebooks/01_why_decoding_is_slow.ipynb. Source: the roofline model (Williams,
@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from nanobatch.simulation.roofline import Work
 from nanobatch.viz.style import INK, OKABE_ITO
 
-MEMORY, ARITHMETIC = OKABE_ITO[4], OKABE_ITO[1]  # what limits: one colour each
+MEMORY, ARITHMETIC = OKABE_ITO[4], OKABE_ITO[1]  # one colour for each limit
 MARKERS = "os^Dv"
 
 
@@ -30,7 +30,7 @@ def token_times(naive: Sequence[float], cached: Sequence[float], prompt_len: int
     """Milliseconds of each output token against the length of the sequence before it.
 
     Args:
-        naive, cached: seconds of each token, the first of the output first.
+        naive, cached: seconds of each output token, in order.
         prompt_len: tokens of the prompt.
     """
     figure = Figure(figsize=(8, 3.4), layout="constrained")
@@ -40,7 +40,7 @@ def token_times(naive: Sequence[float], cached: Sequence[float], prompt_len: int
         ms = [1e3 * s for s in seconds]
         style = {"color": OKABE_ITO[5 * i], "marker": MARKERS[i], "markersize": 3}
         ax.plot(lengths, ms, linestyle="none", label=name, **style)
-    # One token that was held up by something else must not flatten all others.
+    # The axis ignores outliers: one delayed token must not flatten all others.
     ordinary = sorted([*naive, *cached])[int(0.98 * (len(naive) + len(cached))) - 1]
     ax.set_ylim(0, 1.4e3 * ordinary)
     ax.set_xlabel("tokens in the sequence before the step")
@@ -53,11 +53,11 @@ def token_times(naive: Sequence[float], cached: Sequence[float], prompt_len: int
 def roofline(
     bandwidth: float, flop_rate: float, measured: Mapping[int, tuple[Work, float]], title: str
 ) -> Figure:
-    """Measured products under the roof of their machine; and how long each took.
+    """Measured products below the roof of their hardware, and how long each took.
 
     Args:
         bandwidth: bytes/s. flop_rate: FLOP/s.
-        measured: by batch size, the work of a product and the seconds that it took.
+        measured: by batch size, the work of a product and its seconds.
         title: of the figure.
     """
     figure = Figure(figsize=(9, 3.9), layout="constrained")
@@ -66,7 +66,7 @@ def roofline(
     for i, (batch, (work, seconds)) in enumerate(measured.items()):
         x, y = work.flops / work.bytes, work.flops / seconds
         left.plot(x, y, "o", color=OKABE_ITO[0], markersize=6, zorder=3)
-        # Right and below, where no roof is.
+        # Right and below the point, away from the roof.
         left.annotate(str(batch), (x, y), (4, -11), textcoords="offset points", fontsize=8)
         label = "measured" if i == 0 else None
         right.plot(batch, 1e3 * seconds, "o", color=OKABE_ITO[0], label=label, zorder=3)
@@ -117,7 +117,7 @@ def step_times(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
 def _draw_roof(
     ax: Axes, bandwidth: float, flop_rate: float, intensities: Sequence[float]
 ) -> None:
-    """The slope and the flat part, from half the least to twice the largest intensity."""
+    """The roof: its slope and its flat part, a little wider than the intensities."""
     knee = flop_rate / bandwidth
     low, high = min([*intensities, knee]) / 2, max([*intensities, knee]) * 2.5
     ax.plot([low, knee], [low * bandwidth, flop_rate], color=MEMORY, label="memory limits")
@@ -145,7 +145,7 @@ def _plain(ax: Axes) -> None:
 
 
 def _plain_log(ax: Axes) -> None:
-    """1, 2, 5, 10 on a logarithmic axis of ordinates, as numbers."""
+    """Plain numbers (1, 2, 5, 10) on a logarithmic y axis."""
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
@@ -156,7 +156,7 @@ def _example_products() -> Figure:
     measured = {}
     for batch in (1, 4, 16, 64, 256, 1024):
         work = Work(2 * (size * size + 2 * batch * size), 2 * batch * size * size)
-        # Shares of bandwidth and rate that are ordinary.
+        # 80% of the peak of each is ordinary.
         measured[batch] = work, work.bytes / (0.8 * bandwidth) + work.flops / (0.8 * flop_rate)
     return roofline(bandwidth, flop_rate, measured, "made-up times, the data sheet of an A100")
 

@@ -1,15 +1,15 @@
-"""Steps as pictures: who computes what in each step, and what becomes of the token budget.
+"""Steps as pictures: what each request computes in each step, and how the budget is used.
 
-    step_timelines   x = step, y = request: waits, prefills, decodes, is preempted
-    token_budget     a step's tokens stacked by request, under the budget
+    step_timelines   x: step, y: request; waiting, prefill, decode, preempted
+    token_budget     the tokens of each step, stacked by request, and the budget
     token_budgets    the same for several runs, to one scale
 
-A step may be given as a scheduler's plan (SchedulerOutput), as a record of the simulator
-(StepRecord), or as a plain dict {request id: tokens}; all three say who got how many tokens.
+A step is a scheduler's plan (SchedulerOutput), a record of the simulator (StepRecord), or a
+plain dict {request id: tokens}.
 
-Always holds: the tokens drawn are those of the plans; a row that computes several tokens is
-dark (prefill, or a chunk of it), a row that computes one has its request's plain colour
-(decode): nothing else tells the two apart. Source: the timelines of Orca (Yu et al., OSDI
+Always holds: the tokens drawn are those of the plans. A request that computes several tokens
+is drawn dark (a prefill, or a chunk of one); one that computes a single token has its plain
+colour (a decode). Source: the timelines of Orca (Yu et al., OSDI
 2022, figure 4) and of Sarathi-Serve (Agrawal et al., OSDI 2024).
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb.
@@ -36,13 +36,17 @@ from nanobatch.viz.style import IDLE, INK, OKABE_ITO, colour_of
 AnyStep = SchedulerOutput | StepRecord | Mapping[str, int]
 Steps = Sequence[AnyStep] | SimulationResult
 
-MOST_COUNTS = 40  # with more steps than this a cell is too narrow for a number
-MOST_LABELS = 28  # with more requests than this not every row is labelled
+MOST_COUNTS = 40  # with more steps than this, cells are too narrow for a number
+MOST_LABELS = 28  # with more requests than this, not every one is labelled
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is drawn of one step: tokens by request id; ids preempted; finished rows kept."""
+    """What is drawn of one step.
+
+    num_tokens: computed, by request id. preempted: ids.
+    padding: ids of finished requests that keep their slot (static batching).
+    """
 
     num_tokens: dict[str, int]
     preempted: frozenset[str] = frozenset()
@@ -63,8 +67,8 @@ def as_step(step: AnyStep) -> Step:
 
 
 def numbers_of(steps: Sequence[Step]) -> dict[str, int]:
-    """A number for each request: the digits that its id ends in, else the order in which the
-    requests first appear. In ascending order of the numbers."""
+    """A number for each request, in ascending order: the digits at the end of its id, else the
+    order in which the requests first appear."""
     ids = list(dict.fromkeys(name for step in steps for name in step.num_tokens))
     digits = [re.search(r"\d+$", name) for name in ids]
     numbers = [int(found[0]) if found else -1 for found in digits]
@@ -87,8 +91,8 @@ def states_of(name: str, steps: Sequence[Step], arrival: int) -> list[str]:
 
     Args:
         name: the request's id.
-        steps: all of them.
-        arrival: the first step that it could have been part of.
+        steps: all steps.
+        arrival: the first step that the request could have been part of.
     """
     turns = [i for i, step in enumerate(steps) if name in step.num_tokens]
     states = []
@@ -106,13 +110,13 @@ def states_of(name: str, steps: Sequence[Step], arrival: int) -> list[str]:
 def draw_steps(
     ax: Axes, steps: Steps, arrivals: Mapping[str, int] | None = None, title: str = ""
 ) -> None:
-    """Requests over steps on given axes: a row for each request, a column for each step.
+    """Requests over steps on given axes: one line for each request, a column for each step.
 
     Args:
         ax: where to draw.
-        steps: plans, records or dicts, in order; or the result of a simulation that kept its
-            timeline, which knows the arrivals as well.
-        arrivals: by request id, the first step that it could have been part of; 0 if missing.
+        steps: plans, records or dicts, in order; or the result of a simulation with its
+            timeline, which also has the arrivals.
+        arrivals: by request id, the first step that it could have been part of; default 0.
         title: of the axes.
     """
     if isinstance(steps, SimulationResult):
@@ -142,7 +146,7 @@ def draw_steps(
 
 
 def _draw_request(ax: Axes, y: int, number: int, states: Sequence[str]) -> None:
-    """One row: a bar for each run of steps in one state."""
+    """One request: a bar for each run of steps in one state."""
     left = -0.5  # a column is centred on its step
     for state, run in groupby(states):
         width = len(list(run))
@@ -163,7 +167,7 @@ def step_timelines(
     arrivals: Mapping[str, int] | None = None,
     side_by_side: bool = False,
 ) -> Figure:
-    """Requests over steps, one picture below the other, to one scale of steps.
+    """Requests over steps, one picture below the other, with the same scale of steps.
 
     Args:
         runs: by title, the steps of each picture; see draw_steps.
@@ -203,7 +207,7 @@ def step_timelines(
 
 
 def _key(steps: Sequence[Step]) -> list[Patch | Line2D]:
-    """What the marks mean; the rarer ones only if there are any."""
+    """The legend; rare marks only if they occur."""
     colour = OKABE_ITO[0]
     handles = [
         Patch(facecolor=IDLE, label="waits"),
@@ -253,7 +257,7 @@ def draw_budget(ax: Axes, steps: Steps, budget: int, title: str = "") -> None:
 
 
 def token_budget(steps: Steps, budget: int, title: str = "") -> Figure:
-    """What becomes of the token budget: a bar for each step, stacked by request.
+    """How the token budget is used: a bar for each step, stacked by request.
 
     Args:
         steps: plans, records or dicts, in order; or the result of a simulation.
@@ -268,7 +272,7 @@ def token_budgets(runs: Mapping[str, Steps], budgets: Sequence[int]) -> Figure:
 
     Args:
         runs: by title, the steps of each picture; see token_budget.
-        budgets: one for each of them.
+        budgets: one for each run.
     """
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots(1, len(runs), squeeze=False)[0]

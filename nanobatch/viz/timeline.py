@@ -1,4 +1,7 @@
-"""Requests as bars over time, in the slots of the batch."""
+"""Timelines: requests as bars over time, in the slots of the batch.
+
+Used in notebooks/02_static_batching.ipynb and for the README's figure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from nanobatch.viz.style import IDLE, INK, colour_of
 
 
 def assign_slots(metrics: Sequence[RequestMetrics], num_slots: int) -> list[int]:
-    """Which slot each request can be drawn in: the lowest that is free when it starts."""
+    """A slot to draw each request in: the lowest that is free when it starts."""
     order = sorted(range(len(metrics)), key=lambda i: (metrics[i].first_scheduled_time, i))
     free_at = [float("-inf")] * num_slots
     slots = [0] * len(metrics)
@@ -27,12 +30,12 @@ def assign_slots(metrics: Sequence[RequestMetrics], num_slots: int) -> list[int]
 def slot_timeline(
     ax: Axes, metrics: Sequence[RequestMetrics], num_slots: int, until: float, title: str
 ) -> None:
-    """Requests as bars over time, a row for each slot of the batch; grey where it is idle.
+    """Requests as bars over time, one line for each slot of the batch; grey where it is idle.
 
     Args:
         ax: where to draw.
         metrics: of finished requests, in order of their numbers; seconds from 0.
-        num_slots: rows of the batch.
+        num_slots: slots of the batch.
         until: the end of the time axis in seconds.
         title: of the axes.
     """
@@ -79,7 +82,7 @@ def static_against_continuous(
 
 
 def _example() -> Figure:
-    """Twelve requests on four slots, half of them long, as a scheduler might serve them."""
+    """Twelve requests on four slots, half of them long, served both ways."""
     lengths = [6, 2, 2, 5, 1, 4, 2, 6, 1, 3, 2, 5]
     static, free_at = [], 0.0
     for first in range(0, len(lengths), 4):

@@ -181,7 +181,7 @@ def test_padded_batch_draws_what_was_run(model):
 def test_waste_bars_add_up_to_all_places():
     places = [kind for row in places_of([2, 5], [3, 1]) for kind in row]
     counts = {kind: places.count(kind) for kind in KINDS}
-    assert counts == {"prompt": 7, "output": 4, "pad": 3, "nobody": 2}
+    assert counts == {"prompt": 7, "output": 4, "pad": 3, "discarded": 2}
     (ax,) = waste_bars({"a": counts, "b": counts}, "two batches").axes
     widths = [bar.get_width() for bars in ax.containers for bar in bars]
     assert len(widths) == 2 * len(KINDS) and sum(widths) == pytest.approx(200)

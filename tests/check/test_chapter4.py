@@ -247,7 +247,7 @@ def test_bars_of_waste():
     (ax,) = figure.axes
     assert [bar.get_width() for bar in ax.patches] == [5, 11, 3, 121 - 19, 5, 11, 3, 44 - 19]
     texts = [text.get_text() for text in ax.texts]
-    assert "84% for nothing" in texts and "57% for nothing" in texts
+    assert "84% wasted" in texts and "57% wasted" in texts
 
     figure = draw.waste_against_spread([0, 1, 2], {"a": [0.1, 0.2, 0.3], "b": [0, 0, 1]}, "s")
     (ax,) = figure.axes

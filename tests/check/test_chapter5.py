@@ -6,6 +6,7 @@ from matplotlib.patches import Rectangle
 from nanobatch import BlockAllocator, EngineConfig, Request, RequestMetrics, Scheduler
 from nanobatch.check import ex5_1, ex5_2, ex5_3
 from nanobatch.viz import blocks
+from nanobatch.viz.pool_state import state_of, take_state
 
 # ---- right and wrong answers -----------------------------------------------------------
 
@@ -168,19 +169,19 @@ def texts(ax):
 
 
 def test_a_state_is_what_the_pool_looks_like_and_stays_so(scheduler):
-    state = blocks.state_of(scheduler, "now")
+    state = state_of(scheduler, "now")
     assert state.tables == {0: (0, 1, 2), 1: (3, 4)}
     assert state.num_tokens == {0: 9, 1: 6}
     assert [state.filled(0, i) for i in range(3)] == [1.0, 1.0, 0.25]
     assert state.holders(3) == [1] and state.holders(7) == []
     scheduler.abort("r0")
     assert state.tables[0] == (0, 1, 2) and not state.cached_free
-    assert blocks.state_of(scheduler).cached_free == {0, 1}  # full; block 2 was not
+    assert state_of(scheduler).cached_free == {0, 1}  # full; block 2 was not
 
 
 def test_pool_shows_each_block_and_each_table(scheduler):
     scheduler.abort("r0")
-    pool_ax, tables_ax = blocks.pool(blocks.state_of(scheduler, "after abort")).axes
+    pool_ax, tables_ax = blocks.pool(state_of(scheduler, "after abort")).axes
     assert pool_ax.get_title(loc="left") == "after abort"
     assert texts(pool_ax).count("1") == 1 + 2  # the id of a block, and two blocks of r1
     hatched = [p for p in pool_ax.patches if isinstance(p, Rectangle) and p.get_hatch()]
@@ -192,21 +193,21 @@ def test_a_shared_block_carries_both_numbers():
     allocator = BlockAllocator(4, 2)
     table = allocator.allocate(2)
     allocator.acquire(table[:1])
-    pool_ax = blocks.pool(blocks.take_state(allocator, {0: table, 5: table[:1]})).axes[0]
+    pool_ax = blocks.pool(take_state(allocator, {0: table, 5: table[:1]})).axes[0]
     assert "0+5" in texts(pool_ax)
 
 
 def test_pool_steps_has_a_row_for_each_state(scheduler):
-    states = [blocks.state_of(scheduler, "one"), blocks.state_of(scheduler, "two")]
+    states = [state_of(scheduler, "one"), state_of(scheduler, "two")]
     (ax,) = blocks.pool_steps(states).axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["one", "two"]
     assert ax.get_xlabel() == "block of the pool"
 
 
 def test_animation_has_a_frame_for_each_state(scheduler):
-    states = [blocks.state_of(scheduler, "first")]
+    states = [state_of(scheduler, "first")]
     scheduler.abort("r1")
-    states.append(blocks.state_of(scheduler, "second"))
+    states.append(state_of(scheduler, "second"))
     gif = blocks.as_gif(blocks.animate(states), dpi=30)
     assert gif.startswith(b"GIF8") and len(gif) < 100_000
 

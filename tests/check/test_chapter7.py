@@ -7,6 +7,7 @@ import pytest
 from nanobatch import EngineConfig, LLMEngine, SamplingParams, StepResult, check
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.viz import lives
+from nanobatch.viz.watch import Watch
 
 # ------------------------------------------------------------------------------- exercise 7.1
 
@@ -209,7 +210,7 @@ class SevenRunner:
 def watched(prompt_lens, num_outputs, **knobs):
     config = EngineConfig(block_size=4, max_num_seqs=4, **knobs)
     engine = LLMEngine(config, SevenRunner())
-    watch = lives.Watch(engine)
+    watch = Watch(engine)
     for i, length in enumerate(prompt_lens):
         prompt = [(i + j) % 100 for j in range(length)]
         engine.add_request(prompt, SamplingParams(max_tokens=num_outputs))
@@ -301,8 +302,8 @@ def test_lives_compared_has_one_time_axis():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    watch = lives.Watch(LLMEngine(EngineConfig(num_blocks=4), SevenRunner()))
-    with pytest.raises(ValueError, match="noted no step"):
+    watch = Watch(LLMEngine(EngineConfig(num_blocks=4), SevenRunner()))
+    with pytest.raises(ValueError, match="recorded no step"):
         lives.lives(watch, "nothing")
     with pytest.raises(ValueError, match="by is 'day'"):
         lives.lives(watch, "nothing", by="day")
