@@ -1,13 +1,12 @@
-"""What this hardware can do at most, and how busy it is: measured, not looked up.
+"""The hardware's measured limits, and how busy it is.
 
     measure_hardware    bandwidth of a large copy, rate of a large matrix product
-    seconds_of          how long a call takes, when its inputs are not in a cache
-    GpuUtilization      what NVML says of the GPU while something runs
+    seconds_of          how long a call takes when its inputs are not in a cache
+    GpuUtilization      NVML's utilization of the GPU while something runs
 
 NVML's utilization is the share of time in which *some* kernel ran: a GPU that runs one slow
-kernel on one of its multiprocessors is "100% utilized". The share of the roofline
-(roofline.py) is how much of what the GPU could have done was done. Both are worth seeing, and
-they are not the same.
+kernel on one of its multiprocessors is "100% utilized". The share of the roofline (roofline.py) is
+the work that was done as a share of what the GPU could have done in that time.
 
 Source: vLLM's and Triton's benchmarks; the NVML API reference for what utilization means.
 """
@@ -38,7 +37,7 @@ class Hardware(NamedTuple):
 
 
 def measure_hardware(device: torch.device, dtype: torch.dtype) -> Hardware:
-    """Time a copy and a square matrix product, large enough to be limited by nothing else."""
+    """Time a copy and a square matrix product, both large enough to reach the limit."""
     is_gpu = device.type == "cuda"
     source = torch.ones((2**30 if is_gpu else 2**27) // 4, device=device)
     target = torch.empty_like(source)
@@ -58,7 +57,7 @@ def describe_rates(hardware: Hardware) -> str:
 
 
 def num_copies(num_bytes: int) -> int:
-    """How many sets of inputs of that size fill WORKING_SET: one is enough for large ones."""
+    """How many sets of inputs of this size fill WORKING_SET: 1 to MAX_CALLS."""
     return min(MAX_CALLS, cdiv(WORKING_SET, max(1, num_bytes)))
 
 
@@ -67,9 +66,9 @@ def seconds_of(
 ) -> float:
     """Seconds that one of the calls takes: the median over rounds through all of them.
 
-    Calls that do the same on inputs of their own, as the layers of a model do, find nothing
-    in a cache. On a GPU a round is the replay of a captured graph, as a decode step is: what
-    Python takes to launch is not counted.
+    The calls do the same on different inputs, as the layers of a model do, so that no input
+    is in a cache. On a GPU a round is the replay of a captured graph, as a decode step is:
+    Python's time to launch is not counted.
     """
     for _ in range(2):  # compiles what has to be compiled
         for call in calls:
@@ -110,7 +109,7 @@ def _captured_round(calls: Sequence[Callable[[], object]], device: torch.device)
 
 
 class GpuUtilization:
-    """Asks NVML again and again while the `with` block runs.
+    """Polls NVML while the `with` block runs.
 
     mean: share of time in which a kernel ran, 0 to 1; None on a CPU, or where nvidia-ml-py is
     not installed.
@@ -137,7 +136,7 @@ class GpuUtilization:
         while not is_done:
             try:
                 self._samples.append(torch.cuda.utilization(self._device))
-            except Exception:  # no nvidia-ml-py, no NVML, no such figure: then there is none
+            except Exception:  # no nvidia-ml-py, or NVML does not have it: no figure
                 return
             is_done = self._done.wait(GPU_SAMPLE_SECONDS)
 

@@ -2,7 +2,7 @@
 
     decode     one query token a sequence: reads all keys and values once, so GB/s counts
     prefill    whole prompts: multiplies far more than it reads, so TFLOP/s counts
-    the rest   RMSNorm, RoPE + write, SiLU x gate, and the sampler's two looks at the logits
+    the rest   RMSNorm, RoPE + write, SiLU x gate, and the sampler's two passes over the logits
 
 Paged attention is compared with torch's scaled_dot_product_attention and, on a GPU, with
 compiled FlexAttention, both on dense keys of the same shape: what could be read if no sequence
@@ -47,7 +47,7 @@ DECODES = {
     "cpu": [(1, 1024), (16, 1024)],
 }
 PREFILLS = {"cuda": [(1, 2048), (8, 2048)], "cpu": [(1, 512)]}
-NUM_TOKENS = {"cuda": 8192, "cpu": 512}  # of what lies between the products
+NUM_TOKENS = {"cuda": 8192, "cpu": 512}  # of the operations between matrix products
 HIDDEN, INTERMEDIATE, VOCAB, NUM_SAMPLING = 4096, 14336, 128256, 64  # Llama-3-8B's
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -79,7 +79,7 @@ class Line(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """The same queries, keys and values twice: packed over a paged cache, and dense."""
+    """The same queries, keys and values twice: packed with a paged cache, and dense."""
 
     q_THD: Tensor
     k_cache_NKPD: Tensor
@@ -163,15 +163,15 @@ def attention_systems(
 
 @dataclass(frozen=True)
 class KernelBench:
-    """Times everything on one device, in one number format, against what it can do at most."""
+    """Times everything on one device, in one number format, against its measured limits."""
 
     device: torch.device
     dtype: torch.dtype
     hardware: Hardware
 
     def lines(self) -> Iterator[Line]:
-        """All lines of the table, each as soon as it is measured. A case that does not fit
-        into the GPU's memory is left out."""
+        """All lines of the table, each as soon as it is measured. Leaves out what does not
+        fit into the GPU's memory."""
         for kernel, grid in (("decode", DECODES), ("prefill", PREFILLS)):
             for shape_name in SHAPES:
                 flex = None
@@ -226,7 +226,7 @@ class KernelBench:
         return self._line(*where, "TFLOP/s", 4 * num_seqs * H * D * num_scores, seconds)
 
     def other_lines(self) -> Iterator[Line]:
-        """What lies between the products, and what the sampler does with the logits."""
+        """The operations between matrix products, and the sampler's passes over the logits."""
         T, S, E, V = NUM_TOKENS[self.device.type], NUM_SAMPLING, HIDDEN, VOCAB
         H, K, D = SHAPES["llama-3-8b"]
         itemsize, wide = self.dtype.itemsize, torch.float32

@@ -1,4 +1,4 @@
-"""Requests to measure with: when they come, how long they are, and what they share.
+"""Requests to measure with: when they arrive, how long they are, and what they share.
 
     arrivals    all at once; at a constant rate; Poisson; gamma, burstier or calmer than that
     lengths     "128"                      always
@@ -9,8 +9,8 @@
     a trace     JSON lines: {"arrival": s, "prompt": text | ids | count, "output_tokens": n}
 
 Real lengths are skewed: most answers are short and a few are very long. A lognormal
-distribution is close to what chat logs show (ShareGPT, LMSYS), and it is this spread that
-static batching pays for.
+distribution is close to what chat logs show (ShareGPT, LMSYS), and this spread is what static
+batching wastes time on.
 
 Always holds: the same seed gives the same requests on every machine.
 
@@ -34,7 +34,7 @@ MOST_OF_THE_MEAN = 4  # a lognormal length is at most this many times its mean
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request to come: its prompt, how many tokens it will emit, and when it comes (s)."""
+    """One request: its prompt, how many tokens it will emit, and when it arrives (seconds)."""
 
     prompt_token_ids: list[int]
     num_output_tokens: int
@@ -47,16 +47,16 @@ class WorkItem:
 def arrival_times(
     num_requests: int, request_rate: float, burstiness: float, rng: random.Random
 ) -> Iterator[float]:
-    """When requests come, in seconds, ascending.
+    """When requests arrive, in seconds, ascending.
 
     Args:
         num_requests: how many.
-        request_rate: requests a second in the mean; inf: all at once.
+        request_rate: requests a second on average; inf: all at once.
         burstiness: shape of the gamma distribution of the times between: 1 is Poisson, less
             is burstier, more is calmer, inf is a constant rate.
 
     Raises:
-        ValueError: a rate or a shape that is not above 0.
+        ValueError: a rate or a shape is not above 0.
     """
     for name, value in (("request_rate", request_rate), ("burstiness", burstiness)):
         if value != math.inf:
@@ -76,10 +76,10 @@ def arrival_times(
 
 
 def parse_lengths(spec: str | int) -> Callable[[random.Random], int]:
-    """From a description (see the module's list) to what draws lengths of at least 1.
+    """Turn a description (see the list above) into a function that draws lengths, at least 1.
 
     Raises:
-        ValueError: the description is of no known kind, or its numbers make no sense.
+        ValueError: an unknown kind, or numbers out of range.
     """
     kind, *numbers = str(spec).split(":")
     try:
@@ -149,7 +149,7 @@ def random_requests(
         input_len, output_len: lengths of a prompt's own part and of the output, in tokens;
             see parse_lengths.
         prefix_len: tokens that prompts share at their beginning (a system prompt).
-        num_prefixes: how many such there are; each request has one of them, any as likely.
+        num_prefixes: how many of them there are; each request has one, drawn evenly.
         request_rate, burstiness: see arrival_times.
         vocab_size: token ids are drawn from [0, vocab_size).
         seed: of everything.
@@ -179,14 +179,14 @@ def chat_requests(
     vocab_size: int = 256,
     seed: int = 0,
 ) -> list[WorkItem]:
-    """Conversations: each turn's prompt is all that was said before, and something new.
+    """Conversations: each turn's prompt is the conversation so far and new tokens.
 
-    What the model will have answered is made up here, so that a turn need not wait for the
-    answer before it: the next comes think_time seconds (in the mean) after the last.
+    The answers in it are made up here, so that a turn need not wait for the answer before it:
+    the next turn comes think_time seconds (on average) after the last.
 
     Args:
         num_conversations, num_turns: how many, and how many requests each.
-        input_len, output_len: tokens that a turn adds, and that it is answered with.
+        input_len, output_len: tokens that a turn adds, and tokens of its answer.
         think_time: seconds between turns.
         request_rate, burstiness: of new conversations; see arrival_times.
         vocab_size, seed: as in random_requests.
