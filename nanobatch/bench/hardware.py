@@ -5,8 +5,8 @@
     GpuUtilization      NVML's utilization of the GPU while something runs
 
 NVML's utilization is the share of time in which *some* kernel ran: a GPU that runs one slow
-kernel on one of its multiprocessors is "100% utilized". The share of the roofline (roofline.py) is
-the work that was done as a share of what the GPU could have done in that time.
+kernel on one of its multiprocessors is "100% utilized". The share of the roofline
+(roofline.py) is the work that was done as a share of what the GPU could have done in that time.
 
 Source: vLLM's and Triton's benchmarks; the NVML API reference for what utilization means.
 """
