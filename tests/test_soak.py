@@ -9,6 +9,7 @@ it.
 """
 
 import itertools
+import os
 import random
 import time
 
@@ -23,7 +24,7 @@ from test_shadow_cache import run_traces
 from nanobatch.bench.fuzz import Fuzz
 from nanobatch.models.loader import load
 
-SECONDS = 150  # for each of the four
+SECONDS = float(os.environ.get("SOAK_SECONDS", 150))  # for each of the four
 
 pytestmark = pytest.mark.slow
 
