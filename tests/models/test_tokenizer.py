@@ -1,16 +1,18 @@
-"""Tokens to text while they arrive: what is shown is whole, shown once, and never taken back.
+"""Tokenizers, and text from tokens that arrive one by one.
 
-Three tokenizers: the byte tokenizer, and two of Hugging Face's kind that are built here from
-a few sentences: ByteLevel BPE (GPT-2, Llama 3, SmolLM2) and BPE over pieces that begin with a
-"▁", with a token for each byte of a character that it does not know (Llama 2, Mistral).
-Whatever way a text is cut into tokens, and wherever the prompt ends:
+Each character is shown whole and once, and no text is taken back. Three tokenizers are tested:
+the byte tokenizer, and two of Hugging Face's kind, trained here on a few sentences. One is
+byte-level BPE (GPT-2, Llama 3, SmolLM2). The other is BPE on pieces that begin with "▁", with a
+token for each byte of an unknown character (Llama 2, Mistral). However a text is split into
+tokens, and wherever the prompt ends:
 
     text         "a fox 🦊"        the tokenizer's own decoding of all tokens: the oracle
-    prompt       "a f"             what it decodes to is not repeated
-    deltas       "ox ", "🦊"       joined they are the rest of the text
+    prompt       "a f"             its text is not repeated
+    deltas       "ox ", "🦊"       joined, they are the rest of the text
 
-Stop strings are compared with a brute-force search, over random pieces of text and for each
-token. What is proved: invariant 17, fault 35 (stop strings within min_tokens), 38, 39.
+The oracle for stop strings is a brute-force search over the text so far, at each token.
+
+Tests invariant 17 and faults 35 (stop strings within min_tokens), 38, 39.
 """
 
 import functools
@@ -40,7 +42,7 @@ PROPERTY = settings(max_examples=120, deadline=None, derandomize=True, database=
 
 @functools.cache
 def byte_level():
-    """Merges of bytes: one token may hold the end of a character and the start of another."""
+    """BPE on bytes: a token may hold the end of one character and the start of the next."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
@@ -58,7 +60,7 @@ def byte_level():
 
 @functools.cache
 def byte_fallback():
-    """Pieces of ASCII text, "▁" for a space, and <0xF0> and the like for all the rest."""
+    """BPE on ASCII text with "▁" for a space, and tokens like <0xF0> for all other bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 
     spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -108,7 +110,7 @@ each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
 def cut_at_random(name, text, random, longest=8):
-    """One of the many ways to cut a text into tokens of the vocabulary."""
+    """Split a text into tokens of the vocabulary, at random places."""
     if name == "bytes":
         return list(text.encode())
     vocab = TOKENIZERS[name]().hf.get_vocab()
@@ -143,7 +145,7 @@ def cut_in_bytes(name, text):
 
 
 def run(tokenizer, prompt, output, stop=(), min_tokens=0):
-    """All deltas of an output: one a token, and the last one at the end."""
+    """All deltas of an output: one for each token, and one at the end."""
     detokenizer = IncrementalDetokenizer(tokenizer.stream(prompt), stop, min_tokens)
     deltas = []
     for token in output:
@@ -160,10 +162,10 @@ def run(tokenizer, prompt, output, stop=(), min_tokens=0):
 
 
 def expected_text(tokenizer, prompt, output):
-    """What the tokenizer makes of all tokens, without what the prompt already shows.
+    """The decoded prompt and output, without the text that the prompt already shows.
 
-    The prompt may end inside a character, and byte fallback then spoils the whole run of
-    bytes: so look at every start of the prompt for what it shows of the final text.
+    The prompt may end inside a character. Byte fallback then decodes the whole run of bytes
+    wrongly, so take the longest text that any start of the prompt shares with the final text.
     """
     whole = tokenizer.decode([*prompt, *output])
     starts = [tokenizer.decode(prompt[:n]) for n in range(1, len(prompt) + 1)]
@@ -178,9 +180,9 @@ texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=12).map("".join)
 @PROPERTY
 @given(texts, st.randoms(use_true_random=False))
 def test_deltas_are_the_text(name, text, random):
-    """However the text is cut, wherever the prompt ends: each character once, and whole.
+    """However the text is split, wherever the prompt ends: each character once, and whole.
 
-    The prompt may end inside a character; the output then begins with that whole character.
+    If the prompt ends inside a character, the output begins with that whole character.
     """
     tokenizer = TOKENIZERS[name]()
     ids = cut_at_random(name, text, random)
@@ -204,7 +206,7 @@ def test_each_sentence_by_the_tokenizer_itself(name):
 
 @each_tokenizer
 def test_a_prompt_that_ends_in_characters_of_many_tokens(name):
-    """Where the decoder's context begins inside a character, what follows is whole still."""
+    """The context that starts the decoder may begin inside a character."""
     tokenizer = TOKENIZERS[name]()
     ids = cut_in_bytes(name, "a fox 🐙🐙漢漢é🐙🐙")
     for end in range(2, len(ids) + 1):
@@ -215,14 +217,14 @@ def test_a_prompt_that_ends_in_characters_of_many_tokens(name):
 
 @pytest.mark.parametrize("character", ["é", "漢", "😀"])
 def test_a_character_comes_with_its_last_token(character):
-    """Fault 39: nothing until then, and then once."""
+    """Fault 39: no text before, and the character once."""
     in_bytes = list(character.encode())
     deltas = run(ByteTokenizer(), [97], [*in_bytes, 98])
     assert deltas == [""] * (len(in_bytes) - 1) + [character, "b", ""]
 
 
 def test_characters_that_are_joined_come_one_by_one():
-    """An emoji with zero-width joiners is several characters; each is whole."""
+    """An emoji with zero-width joiners is several characters; each comes when it is whole."""
     deltas = run(ByteTokenizer(), [97], list(FAMILY.encode()))
     assert [d for d in deltas if d] == list(FAMILY)
 
@@ -230,7 +232,7 @@ def test_characters_that_are_joined_come_one_by_one():
 @each_tokenizer
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])
 def test_an_unfinished_character_is_flushed_once(name, num_bytes):
-    """Fault 39: at the very end, and as the tokenizer's decoder would show it."""
+    """Fault 39: at the very end, as the tokenizer's decoder shows it."""
     tokenizer = TOKENIZERS[name]()
     ids, end = cut_in_bytes(name, "a🐙"), len(cut_in_bytes(name, "a"))
     prompt, output = ids[:end], ids[end : end + num_bytes]
@@ -243,7 +245,7 @@ def test_an_unfinished_character_is_flushed_once(name, num_bytes):
 @each_tokenizer
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])
 def test_a_prompt_that_ends_inside_a_character(name, num_bytes):
-    """Fault 39: its part of the character is not output, its completion is."""
+    """Fault 39: the character is output once its last byte arrives."""
     tokenizer = TOKENIZERS[name]()
     ids = cut_in_bytes(name, "a🐙a")
     end = len(cut_in_bytes(name, "a")) + num_bytes
@@ -258,7 +260,7 @@ def test_a_prompt_that_ends_inside_a_character(name, num_bytes):
 @example([0xF0, 0x9F, 257, 0x98, 0x80], 2)
 @example([0xE0, 0x80, 0x41], 1)
 def test_any_bytes_at_all(ids, end):
-    """Not only UTF-8: what the standard library makes of the same bytes."""
+    """Also bytes that are not UTF-8: the same as the standard library's decoder."""
     tokenizer = ByteTokenizer()
     prompt, output = ids[:end], ids[end:]
     assert "".join(run(tokenizer, prompt, output)) == expected_text(tokenizer, prompt, output)
@@ -268,7 +270,7 @@ def test_any_bytes_at_all(ids, end):
 @PROPERTY
 @given(st.randoms(use_true_random=False))
 def test_garbage_never_raises(name, random):
-    """A model may sample any token after any other, and ids that the tokenizer has not."""
+    """A model may sample any token after any other, and ids outside the tokenizer's."""
     tokenizer = TOKENIZERS[name]()
     ids = [random.randrange(tokenizer.vocab_size + 9) for _ in range(random.randint(2, 60))]
     end = random.randint(1, len(ids) - 1)
@@ -340,7 +342,7 @@ def test_chat_template():
 
 
 class PieceStream:
-    """A tokenizer's stream that gives token i the text pieces[i]."""
+    """A tokenizer's stream in which token i has the text pieces[i]."""
 
     def __init__(self, pieces, pending=""):
         self.pieces = pieces
@@ -356,7 +358,7 @@ class PieceStream:
 
 
 def detokenize(pieces, stop, min_tokens=0, pending=""):
-    """(text, how many tokens were taken, the shown text after each), checked for promises."""
+    """(text, number of tokens taken, the shown text after each); shown text never shrinks."""
     detokenizer = IncrementalDetokenizer(PieceStream(pieces, pending), stop, min_tokens)
     shown = []
     for i in range(len(pieces)):
@@ -374,7 +376,7 @@ def detokenize(pieces, stop, min_tokens=0, pending=""):
 
 
 def brute_force(pieces, stop, min_tokens=0, pending=""):
-    """(text, number of tokens), by trying each end of each stop."""
+    """(text, number of tokens): the oracle, which tries each stop at each end."""
     text = ""
     for num_tokens, piece in enumerate([*pieces, pending], start=1):
         num_tokens = min(num_tokens, len(pieces))
@@ -403,7 +405,7 @@ short = st.text("ab\n", min_size=1, max_size=4)
 @example(["a", "b"], ["ab", "b"], 0, "")
 @example(["a", ""], ["ab"], 2, "b")
 def test_stop_strings_by_brute_force(pieces, stop, min_tokens, pending):
-    """Fault 38: the earliest to be complete, cut where it begins, never partly shown."""
+    """Fault 38: the first stop to be complete wins, and no part of it is shown."""
     text, num_tokens, shown = detokenize(pieces, stop, min_tokens, pending)
     assert (text, num_tokens) == brute_force(pieces, stop, min_tokens, pending)
     for n, so_far in enumerate(shown, start=1):
@@ -418,7 +420,7 @@ def test_stop_strings_by_brute_force(pieces, stop, min_tokens, pending):
 @PROPERTY
 @given(texts, st.lists(st.sampled_from(PIECES), min_size=1), st.randoms(use_true_random=False))
 def test_stop_strings_with_real_tokens(name, text, stop, random):
-    """The same over the tokens of each tokenizer, with the deltas of a run without stops."""
+    """The same for each tokenizer's tokens; the oracle gets the deltas without stops."""
     tokenizer = TOKENIZERS[name]()
     ids = cut_at_random(name, "a" + text, random)
     deltas = run(tokenizer, ids[:1], ids[1:])
@@ -472,7 +474,7 @@ def test_a_stop_within_min_tokens_is_ignored_for_good():
 
 
 def test_a_stop_in_what_was_held_back():
-    """A character cut by the end of the output is flushed, and then may complete a stop."""
+    """A character that the output leaves unfinished is flushed, and may complete a stop."""
     detokenizer = IncrementalDetokenizer(PieceStream(["a", ""], pending="\ufffd"), ["a\ufffd"])
     assert not detokenizer.append(0) and not detokenizer.append(1)
     assert detokenizer.take_delta(finished=False) == ""
