@@ -57,27 +57,30 @@ FLAGS = {
     "request_rate": {"metavar": "R", "help": "requests a second; inf: all at once"},
     "burstiness": {"type": float, "help": "1 is Poisson, less is burstier"},
     "trace": {"metavar": "FILE", "help": "JSON lines: arrival, prompt, output_tokens"},
-    "seed": {"type": int, "help": "of all that is drawn"},
+    "seed": {"type": int, "help": "of all random numbers"},
     # Engine
     "max_num_seqs": {"type": int, "help": "slots of the batch"},
     "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
     "block_size": {"type": int, "help": "tokens of a cache block"},
-    "num_blocks": {"type": int, "help": "of the pool; by default what the GPU holds"},
-    "num_host_blocks": {"type": int, "help": "for --preemption swap"},
+    "num_blocks": {"type": int, "help": "of the pool (default: what the GPU holds)"},
+    "num_host_blocks": {"type": int, "help": "in host memory, for --preemption swap"},
     # All requests have the same priority here, so that policy is left out.
-    "policy": {"choices": ("fcfs", "sjf")},
-    "max_wait": {"type": float, "metavar": "SECONDS", "help": "then a request is next"},
-    "admission": {"choices": ADMISSIONS},
-    "preemption": {"choices": PREEMPTIONS},
+    "policy": {"choices": ("fcfs", "sjf"), "help": "who is next"},
+    "max_wait": {"type": float, "metavar": "SECONDS", "help": "after which a request is next"},
+    "admission": {"choices": ADMISSIONS, "help": "who may enter when memory is short"},
+    "preemption": {"choices": PREEMPTIONS, "help": "how blocks are reclaimed"},
     "attention_backend": {"choices": ATTENTION_BACKENDS},
-    "kv_cache_dtype": {"choices": KV_CACHE_DTYPES},
+    "kv_cache_dtype": {"choices": KV_CACHE_DTYPES, "help": "int8, fp8: in 8 bits"},
     "enforce_eager": {"action": "store_true", "help": "no CUDA graphs"},
-    "no_enable_prefix_caching": {"action": "store_true", "help": "not in any rung or row"},
+    "no_enable_prefix_caching": {
+        "action": "store_true",
+        "help": "no prefix cache in any system",
+    },
     "tensor_parallel_size": {"type": int, "help": "GPUs that share the model"},
     # Report
-    "goodput": {"nargs": "+", "metavar": "NAME:MS", "help": "limits: ttft:200 tpot:50"},
-    "save_json": {"metavar": "FILE", "help": "write the figures"},
-    "plot": {"metavar": "FILE", "help": "draw the table"},
+    "goodput": {"nargs": "+", "metavar": "NAME:MS", "help": "such as ttft:200 tpot:50"},
+    "save_json": {"metavar": "FILE", "help": "write the figures as JSON"},
+    "plot": {"metavar": "FILE", "help": "draw the table as a figure"},
 }
 # Defaults that subcommands share.
 WORKLOAD = {
@@ -111,6 +114,8 @@ def add_flags(parser: ArgumentParser, defaults: Mapping[str, object], title: str
     group = parser.add_argument_group(title) if title else parser
     for name, default in defaults.items():
         options = dict(FLAGS[name])
+        if options.get("type") is int:
+            options["metavar"] = "N"
         if default is not None and default is not False:
             options["help"] = f"{options.get('help', '')} (default: {default})".strip()
         group.add_argument(flag(name), default=default, **options)

@@ -1,6 +1,6 @@
 """`bench.py simulate MODEL@GPU`: the real scheduler on a simulated GPU. Needs no torch.
 
---compare says what the lines of the table are:
+--compare says which systems are compared:
 
     ladder       sequential, static, continuous, + chunked prefill, + prefix cache (rungs.py)
     admission    static, on_demand, reserve, predict
@@ -177,14 +177,17 @@ def run(
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `bench.py simulate`."""
-    parser.add_argument("simulate", metavar="MODEL@GPU", help="llama-2-7b@a100-80gb")
+    parser.add_argument("simulate", metavar="MODEL@GPU", help="such as llama-2-7b@a100-80gb")
     parser.add_argument("--compare", choices=tuple(COMPARISONS), help="(default: ladder)")
     text = f"engines; compares routers (default: {REPLICAS['num_replicas']})"
-    parser.add_argument("--num-replicas", type=int, help=text)
+    parser.add_argument("--num-replicas", type=int, metavar="N", help=text)
     text = f"whose replicas are shown one by one (default: {REPLICAS['router']})"
     parser.add_argument("--router", choices=ROUTERS, help=text)
     parser.add_argument(
-        "--max-tokens", type=int, help="what requests ask for (default: what they will get)"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="what requests ask for (default: what they will get)",
     )
     flags.add_flags(parser, WORKLOAD, f"workload ({flags.LENGTHS})")
     flags.add_flags(parser, ENGINE, "engine (names as in EngineConfig)")

@@ -135,8 +135,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     text = "the model of `speculative draft`"
     parser.add_argument("--draft-model", metavar="MODEL", help=text)
-    parser.add_argument("--num-speculative-tokens", type=int, default=4, help="(default: 4)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of output (default: 128)")
+    text = "of a draft (default: 4)"
+    parser.add_argument("--num-speculative-tokens", type=int, metavar="N", default=4, help=text)
+    text = "tokens of output (default: 128)"
+    parser.add_argument("--max-tokens", type=int, metavar="N", default=128, help=text)
     flags.add_flags(parser, MODEL)
     flags.add_flags(parser, ENGINE, "engine (names as in EngineConfig)")
     flags.add_flags(parser, REPORT, "measurement and report")
