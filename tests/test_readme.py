@@ -1,14 +1,34 @@
 """The READMEs and mutations.py: every name in them exists, and nothing is left out."""
 
+import json
 import re
+import shlex
+import sys
 
 import pytest
 from mutations import MUTATIONS, ROOT
 
+from nanobatch.bench import cli
 from nanobatch.models.families import ARCHITECTURES
 
 TESTS = ROOT / "tests"
 README = (TESTS / "README.md").read_text()
+PAGES = [
+    "README.md",
+    "nanobatch/README.md",
+    "nanobatch/bench/README.md",
+    "notebooks/README.md",
+    "tests/README.md",
+]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PATH = re.compile(r"(?:\.\./)*[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|ipynb|c|h|txt|toml|cff|png)|/)")
+TO_BE_WRITTEN = {"offline.py", "online.py", "script.py"}  # by the reader
+STANDS_FOR = {
+    "MODEL@GPU": "llama-2-7b@a100-80gb",
+    "MODEL": "tiny",
+    "SECONDS": "1",
+    "VENV/bin/python": sys.executable,
+}
 
 
 def rows_of(heading):
@@ -36,10 +56,58 @@ def test_each_file_of_tests_is_named():
 
 def test_the_table_of_architectures_is_the_code_s():
     table = [f"| `{name}` | {what} |" for name, what in ARCHITECTURES.items()]
-    found = [
-        line for line in (ROOT / "README.md").read_text().splitlines() if "ForCausalLM" in line
-    ]
+    lines = (ROOT / "nanobatch/README.md").read_text().splitlines()
+    found = [line for line in lines if "ForCausalLM" in line]
     assert found == table
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_path_exists(page):
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text)
+    in_backticks = [re.split(r"[: ]", name)[0] for name in re.findall(r"`([^`\n]+)`", text)]
+    in_trees = re.findall(r"^ {4,}[a-z_./ ]*?(?=  |$)", text, flags=re.M)
+    names = in_backticks + [name for line in in_trees for name in line.split()]
+    paths = set(links) | {name for name in names if PATH.fullmatch(name)} - TO_BE_WRITTEN
+    folders = [(ROOT / page).parent, ROOT, ROOT / "nanobatch"]
+    missing = [path for path in paths if not any((f / path).exists() for f in folders)]
+    assert missing == []
+    assert paths
+
+
+def commands_of(text):
+    """The command lines of bench.py in a text: lines of code, and what is in backticks."""
+    text = re.sub(r"\\\n\s*", " ", text)  # a command that goes on in the next line
+    at_start = r"^(?: {4})?(?:torchrun [^\n]*|python )bench\.py(.*?)(?:#.*|\s{3,}.*)?$"
+    in_backticks = r"`(?:torchrun [^`]*|python )bench\.py((?:\s[^`]*)?)`"
+    found = re.findall(at_start, text, flags=re.M) + re.findall(in_backticks, text)
+    return [re.sub(r"\s+", " ", line).strip() for line in found]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(f"notebooks/{n.name}" for n in NOTEBOOKS)])
+def test_each_command_line_of_bench_is_accepted(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / page).read_text()
+    if page.endswith(".ipynb"):
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    for command in commands_of(text):
+        if command.endswith("--help"):
+            continue
+        for name, example in STANDS_FOR.items():
+            command = re.sub(rf"(?<!\w){name}(?!\w)", example, command)
+        cli.parse_args(shlex.split(command))
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
+def test_what_a_recap_points_to_exists(file):
+    cells = json.loads(file.read_text())["cells"]
+    recap = next(c["source"] for c in cells if "## Recap\n" in c["source"])
+    found = re.findall(r"`([\w/]+\.py): ([\w.]+)[^`]*`", "".join(recap))
+    assert found
+    for path, name in found:
+        source = (ROOT / "nanobatch" / path).read_text()
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b", source), (path, name)
 
 
 def test_each_fault_has_its_tests():
