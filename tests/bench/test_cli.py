@@ -1,7 +1,6 @@
 """bench.py's command line: subcommands, flags that are refused, and what runs without torch."""
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -187,17 +186,6 @@ def test_a_trace_leaves_nothing_to_draw(given, tmp_path, capsys, nothing_measure
 )
 def test_what_has_an_effect_is_taken(argv):
     cli.parse_args(argv.split())
-
-
-def test_the_readme_s_commands_are_taken():
-    """Those in blocks of their own; nothing is measured."""
-    text = (Path(cli.__file__).parent / "README.md").read_text().replace("\\\n", "")
-    lines = [line for block in text.split("```")[1::2] for line in block.splitlines()]
-    commands = [line for line in lines if line.startswith("python bench.py")]
-    assert len(commands) > 12
-    for command in commands:
-        argv = shlex.split(command.replace("VENV/bin/python", sys.executable), comments=True)
-        cli.parse_args(argv[2:])
 
 
 def test_a_trace_without_requests(tmp_path):
