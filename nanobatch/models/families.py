@@ -157,7 +157,7 @@ _GEMMA_NORMS = {"norm_offset": 1.0, "post_norm": True}
 FAMILIES = {
     LLAMA: Family("Llama 2 and 3 (RoPE scaling of 3.1), SmolLM2"),
     MISTRAL: Family("sliding window", window="always", default_window=4096),
-    QWEN2: Family(
+    QWEN2: Family(  # its biases are fixed, whatever attention_bias says
         "bias of q, k, v", {"qkv_bias": True, "o_bias": False}, **_QWEN, full_first=28
     ),
     QWEN3: Family(

@@ -26,9 +26,17 @@ class Tokenizer(Protocol):
 
     eos_token_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-    def stream(self, prompt_token_ids: Sequence[int]) -> Stream: ...
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the token that begins a text if there is one."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        ...
+
+    def stream(self, prompt_token_ids: Sequence[int]) -> Stream:
+        """A decoder for the output that follows this prompt, token by token."""
+        ...
 
 
 class ByteTokenizer:
