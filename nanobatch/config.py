@@ -1,19 +1,21 @@
-"""What can be set: the engine's knobs. (The shape of a model is in models/config.py.)
+"""The engine's settings. (The shape of a model is in models/config.py.)
 
-A frozen dataclass that checks itself when built, so that nothing further down has to ask
-again whether a number makes sense. `dataclasses.replace` checks anew.
+A frozen dataclass that checks itself when it is built, so that nobody else has to.
+`dataclasses.replace` checks again.
 
 Always holds: every field is of its type and in its range, and the fields agree with each
 other. An error names the field, the value and what is allowed.
 
-Names follow vLLM's EngineArgs.
+Source: the names follow vLLM's EngineArgs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 from nanobatch.utils.checks import check_bool, check_choice, check_float, check_int
+from nanobatch.utils.extensions import load_extension
 
 BATCHING = ("continuous", "static")
 POLICIES = ("fcfs", "sjf", "priority")
@@ -25,6 +27,14 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "c")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+
+# Settings of the scheduler and the engine that may need a module of extensions/: the value that
+# needs none, and the module that any other value needs. `n` is a field of SamplingParams.
+EXTENSIONS = {
+    "preemption": ("recompute", "swap"),
+    "speculative": (None, "speculative"),
+    "n": (1, "parallel_sampling"),
+}
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,15 @@ class EngineConfig:
         check_int("seed", self.seed, -(2**63), 2**63 - 1)
         self._check_together()
 
+    def extensions(self, *settings: str) -> list[ModuleType]:
+        """The extensions that the values of these settings need.
+
+        Raises:
+            ValueError: the file of one is missing; the message names the setting and the file.
+        """
+        found = [extension_for(name, getattr(self, name)) for name in settings]
+        return [extension for extension in found if extension is not None]
+
     def _check_together(self):
         if self.max_num_batched_tokens < self.max_num_seqs:
             # Every running request gets at least one token in every step (invariant 9).
@@ -168,3 +187,13 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked "
                 f"prefill it must be >= max_model_len, which is {self.max_model_len}"
             )
+
+
+def extension_for(setting: str, value: object) -> ModuleType | None:
+    """The extension that a setting needs at this value, or None.
+
+    Raises:
+        ValueError: its file is missing; the message names the setting and the file.
+    """
+    plain_value, module = EXTENSIONS[setting]
+    return None if value == plain_value else load_extension(module, f"{setting} is {value!r}")

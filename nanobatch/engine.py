@@ -7,12 +7,12 @@
       done   = scheduler.update(plan, ids, now)   append, finish, free
       detokenize ---> RequestOutput
 
-The runner may be a model (ModelRunner), a cost model, or three lines in a test: anything
-with `run(plan) -> StepResult`. If it raises, nothing of the step is recorded, and the next
-step plans the same work again.
+The runner may be a model (ModelRunner), a cost model (SimulatedRunner) or three lines in a
+test: anything with `run(plan) -> StepResult`. If it raises, nothing of the step is recorded,
+and the next step plans the same work again.
 
 Always holds: a request that is refused changes nothing; an abort shows once, in the outputs
-of the next step; what a finished request held is let go (invariants 11, 15, 17).
+of the next step; nothing is kept of a finished request (invariants 11, 15, 17).
 
 Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLMEngine.
 """
@@ -22,39 +22,18 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nanobatch.block_allocator import BlockAllocator
-from nanobatch.config import EngineConfig
+from nanobatch.config import EngineConfig, extension_for
 from nanobatch.detokenizer import IncrementalDetokenizer
 from nanobatch.metrics import EngineStats
-from nanobatch.plan import SchedulerOutput
+from nanobatch.plan import Runner, SchedulerOutput, StepResult
 from nanobatch.policies.admission import Admission
 from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request, RequestOutput, SamplingParams
 from nanobatch.scheduler import Scheduler
-
-
-@dataclass
-class StepResult:
-    """What a runner made of a plan.
-
-    token_ids: the sampled tokens by request id, for the rows that sample.
-    logprobs: by request id, one {token_id: log-probability} for each sampled token.
-    errors: by request id, why a row has no token; the request ends with "error".
-    """
-
-    token_ids: Mapping[str, Sequence[int]]
-    logprobs: Mapping[str, Sequence[dict[int, float]]] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
-
-
-class Runner(Protocol):
-    """Computes plans. May say `vocab_size` and `eos_token_ids` of its model."""
-
-    def run(self, plan: SchedulerOutput) -> StepResult: ...
 
 
 class WallClock:
@@ -71,23 +50,24 @@ class WallClock:
 class _Progress:
     """What the engine keeps of a live request besides the Request itself."""
 
-    detokenizer: IncrementalDetokenizer | None  # where there is a tokenizer
+    detokenizer: IncrementalDetokenizer | None  # None without a tokenizer
     logprobs: list[dict[int, float]] | None
-    family: str | None  # the id that n siblings were added under
+    num_tokens: int = 0  # output tokens that were detokenized and counted
+    error: str | None = None
 
 
 class LLMEngine:
     """Continuous batching over any runner.
 
     Args:
-        config: its num_blocks is set (ModelRunner.config is such a one).
+        config: its num_blocks is set (as in ModelRunner.config).
         runner: computes plans.
         tokenizer: turns text to tokens and back; without one, prompts are token ids.
         clock: by default the wall clock.
         policy, admission: in place of those that config names; see Scheduler.
 
     Raises:
-        ValueError: config.num_blocks is None.
+        ValueError: config.num_blocks is None, or a setting needs a missing extension.
     """
 
     def __init__(
@@ -111,8 +91,8 @@ class LLMEngine:
         self.clock = WallClock() if clock is None else clock
         self.scheduler = Scheduler(config, allocator, policy, admission)
         self.stats = EngineStats()
-        self._progress: dict[str, _Progress] = {}
-        self._families: dict[str, list[str]] = {}  # live siblings by the id they were added as
+        self._progress: dict[str, _Progress] = {}  # by request id
+        self._groups: dict[str, list[str]] = {}  # live request ids by Request.group
         self._aborted: list[RequestOutput] = []  # to show in the next step
         self._ids = itertools.count()
         self._num_arrived = 0
@@ -131,8 +111,8 @@ class LLMEngine:
     ) -> str:
         """Enqueue a prompt (text or token ids) and return its request id.
 
-        With params.n > 1 the outputs come under the ids `id-0`, `id-1`, ... The arrival time
-        (by default now) counts for order and metrics; the request may be served at once.
+        With params.n > 1 the outputs have the ids `id-0`, `id-1`, ... The arrival time (by
+        default now) counts for order and metrics; the request may be served at once.
 
         Raises:
             ValueError: the prompt is empty, too long, or not in the vocabulary; text without
@@ -140,8 +120,7 @@ class LLMEngine:
         """
         requests = self.prepare(prompt, params, request_id, arrival_time, priority, cache_salt)
         self.submit(requests)
-        family = self._progress[requests[0].request_id].family
-        return requests[0].request_id if family is None else family
+        return requests[0].group or requests[0].request_id
 
     def prepare(
         self,
@@ -160,38 +139,26 @@ class LLMEngine:
             raise ValueError(
                 f"stop is {params.stop!r}; stop strings need a model with a tokenizer"
             )
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise ValueError(f"request_id is {request_id!r}; it must be a non-empty string")
-        token_ids = self._encode(prompt)
-        arrival_time = self.clock.now() if arrival_time is None else arrival_time
-        request_id = self._new_id() if request_id is None else request_id
         sources = (self.runner, self.tokenizer)
-        eos = [t for source in sources for t in getattr(source, "eos_token_ids", ())]
-        ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
-        self._check_ids(request_id, ids)
-        shared = {"arrival_time": arrival_time, "priority": priority, "cache_salt": cache_salt}
-        requests = [Request(i, token_ids, params, eos_token_ids=eos, **shared) for i in ids]
-        for i, request in enumerate(requests):
-            request.seed = None if params.seed is None else params.seed + i
-            request.leader = requests[0] if i > 0 else None
-            self.scheduler.check(request)
+        request = Request(
+            self._new_id() if request_id is None else request_id,
+            self._encode(prompt),
+            params,
+            arrival_time=self.clock.now() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            eos_token_ids=[t for s in sources for t in getattr(s, "eos_token_ids", ())],
+        )
+        extension = extension_for("n", params.n)
+        requests = [request]
+        if extension is not None:
+            requests = extension.split(request, self.scheduler.allocator)
+        self._check(requests)
         return requests
-
-    def _check_ids(self, request_id: str, ids: list[str]) -> None:
-        """Whoever lives must go by another name: abort(name) has to mean one thing."""
-        for taken in {request_id, *ids}:
-            if taken in self._families or self.scheduler.get(taken) is not None:
-                raise ValueError(f"request_id {taken!r} is in use by a live request")
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Enqueue what prepare() made; all or, with a ValueError, nothing."""
-        ids = [request.request_id for request in requests]
-        family = ids[0].rpartition("-")[0] if len(ids) > 1 else None
-        self._check_ids(family or ids[0], ids)
-        for request in requests:
-            self.scheduler.check(request)
-        if family is not None:
-            self._families[family] = ids
+        self._check(requests)
         for request in requests:
             if request.seed is None:
                 # From the engine's seed and the order of arrival: a fresh engine repeats it.
@@ -202,21 +169,30 @@ class LLMEngine:
             self.scheduler.add(request)
             logprobs = None if request.params.logprobs is None else []
             self._progress[request.request_id] = _Progress(
-                self._new_detokenizer(request), logprobs, family
+                self._new_detokenizer(request), logprobs
             )
+            if request.group is not None:
+                self._groups.setdefault(request.group, []).append(request.request_id)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        """Raise ValueError if a request cannot be added, or an id or group id is live."""
+        for request in requests:
+            for name in (request.request_id, request.group):
+                if self._is_live(name):
+                    raise ValueError(f"request_id {name!r} is in use by a live request")
+            self.scheduler.check(request)
+
+    def _is_live(self, name: str | None) -> bool:
+        return name in self._groups or self.scheduler.get(name) is not None
 
     def _new_id(self) -> str:
-        return next(
-            name
-            for name in map(str, self._ids)
-            if name not in self._families and self.scheduler.get(name) is None
-        )
+        return next(name for name in map(str, self._ids) if not self._is_live(name))
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the prompt is text, and the model has no tokenizer")
-            prompt.encode()  # a lone surrogate is no text: UnicodeEncodeError, a ValueError
+            prompt.encode()  # UnicodeEncodeError, a ValueError, for a lone surrogate
             token_ids = self.tokenizer.encode(prompt) if prompt else []
         else:
             token_ids = prompt
@@ -227,19 +203,19 @@ class LLMEngine:
                 raise ValueError(f"prompt_token_ids has {bad}; not in [0, {vocab_size})")
         return token_ids
 
-    def _new_detokenizer(self, request: Request):
+    def _new_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:
             return None
         stream = self.tokenizer.stream(request.prompt_token_ids)
         return IncrementalDetokenizer(stream, request.params.stop, request.params.min_tokens)
 
     def abort(self, request_id: str) -> bool:
-        """End a request (or all siblings of one) at any time; False if no such one lives."""
-        ids = list(self._families.get(request_id, [request_id]))
+        """End a request, or all of a group, at any time; False if no such one lives."""
+        ids = self._groups.get(request_id, [request_id])
         requests = [r for r in map(self.scheduler.get, ids) if r is not None]
         for request in requests:
             self.scheduler.finish(request, "abort", self.clock.now())
-            self._aborted.append(self._output(request))
+            self._aborted.append(self.output(request))
         return bool(requests)
 
     def has_unfinished(self) -> bool:
@@ -250,55 +226,53 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One iteration; outputs for every request that got a token or ended."""
+        plan = self.begin_step()
+        requests = []
+        if plan.scheduled:
+            requests = self.end_step(plan, self.runner.run(plan))
+        aborted, self._aborted = self._aborted, []
+        return aborted + [self.output(request) for request in requests]
+
+    def begin_step(self) -> SchedulerOutput:
+        """Plan a step. With nothing to do the plan is empty."""
         plan = self.scheduler.schedule(self.clock.now())
         self.stats.num_preemptions += len(plan.preempted)
-        outputs = []
-        if plan.scheduled:
-            result = self.runner.run(plan)
-            allocator = self.scheduler.allocator
-            num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
-            self.stats.count_step(plan, self.config, num_blocks_in_use)
-            outputs = self._record(plan, result)
-        aborted, self._aborted = self._aborted, []
-        return aborted + outputs
+        return plan
 
-    def _record(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
+    def end_step(self, plan: SchedulerOutput, result: StepResult) -> list[Request]:
+        """Record what the runner computed; return the requests that got a token or failed."""
         now = self.clock.now()
-        rows = [row for row in plan.scheduled if not row.request.is_finished]  # by an abort
-        failed = [row.request for row in rows if row.request.request_id in result.errors]
-        sampling = [row.request for row in rows if row.samples and row.request not in failed]
-        before = [
-            (r.metrics.num_output_tokens, r.metrics.num_accepted_tokens) for r in sampling
-        ]
+        allocator = self.scheduler.allocator
+        num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
+        self.stats.count_step(plan, self.config, num_blocks_in_use)
+        live = [entry for entry in plan.scheduled if not entry.request.is_finished]
+        failed = [e.request for e in live if e.request.request_id in result.errors]
+        sampling = [e.request for e in live if e.samples and e.request not in failed]
         for request in failed:
+            self._progress[request.request_id].error = result.errors[request.request_id]
             self.scheduler.finish(request, "error", now)
         self.scheduler.update(plan, result.token_ids, now)
-        for request, (num_output, num_accepted) in zip(sampling, before, strict=True):
-            self._take_tokens(request, result, num_output, now)
-            self.stats.count_output(request.metrics, num_output, num_accepted)
-        return [self._output(r, result.errors.get(r.request_id)) for r in failed + sampling]
+        for request in sampling:
+            self._take_tokens(request, result, now)
+        return failed + sampling
 
-    def _take_tokens(
-        self, request: Request, result: StepResult, num_before: int, now: float
-    ) -> None:
-        """Turn a request's output from token num_before on into text; end it where a stop
-        string is complete. Its log-probabilities are those of the tokens that stay."""
+    def _take_tokens(self, request: Request, result: StepResult, now: float) -> None:
+        """Detokenize a request's new tokens, and keep their log-probabilities."""
         progress = self._progress[request.request_id]
         if progress.detokenizer is not None:
-            self._detokenize(request, progress.detokenizer, num_before, now)
+            self._detokenize(request, progress, now)
+        num_new = len(request.output_token_ids) - progress.num_tokens
         if progress.logprobs is not None:
-            num_new = len(request.output_token_ids) - num_before
             progress.logprobs += result.logprobs.get(request.request_id, ())[:num_new]
+        progress.num_tokens += num_new
+        self.stats.count_output(num_new)
 
-    def _detokenize(
-        self,
-        request: Request,
-        detokenizer: IncrementalDetokenizer,
-        num_before: int,
-        now: float,
-    ) -> None:
-        num_left = len(request.output_token_ids) - num_before
-        for token_id in request.output_token_ids[num_before:]:
+    def _detokenize(self, request: Request, progress: _Progress, now: float) -> None:
+        """Extend a request's text; end the request where a stop string is complete."""
+        detokenizer = progress.detokenizer
+        new_token_ids = request.output_token_ids[progress.num_tokens :]
+        num_left = len(new_token_ids)
+        for token_id in new_token_ids:
             is_shown = token_id not in request.stop_token_ids + request.eos_token_ids
             num_left -= 1
             if detokenizer.append(token_id if is_shown else None):
@@ -312,13 +286,13 @@ class LLMEngine:
             else:
                 self.scheduler.finish(request, "stop", now)
 
-    def _output(self, request: Request, error: str | None = None) -> RequestOutput:
+    def output(self, request: Request) -> RequestOutput:
         """What to show of a request now. A finished one is forgotten with it."""
         progress = self._progress[request.request_id]
         detokenizer = progress.detokenizer
         delta = "" if detokenizer is None else detokenizer.take_delta(request.is_finished)
         if request.is_finished:
-            self._forget(request.request_id)
+            self._forget(request)
         return RequestOutput(
             request_id=request.request_id,
             text="" if detokenizer is None else detokenizer.sent_text,
@@ -328,12 +302,12 @@ class LLMEngine:
             finish_reason=request.finish_reason,
             finished=request.is_finished,
             metrics=request.metrics,
-            error=error,
+            error=progress.error,
         )
 
-    def _forget(self, request_id: str) -> None:
-        family = self._progress.pop(request_id).family
-        if family is not None:
-            self._families[family].remove(request_id)
-            if not self._families[family]:
-                del self._families[family]
+    def _forget(self, request: Request) -> None:
+        del self._progress[request.request_id]
+        if request.group is not None:
+            self._groups[request.group].remove(request.request_id)
+            if not self._groups[request.group]:
+                del self._groups[request.group]

@@ -189,13 +189,11 @@ class EngineStats:
         self.num_pool_blocks += config.num_blocks
         self.num_draft_tokens += sum(len(row.draft_token_ids) for row in plan.scheduled)
 
-    def count_output(
-        self, metrics: RequestMetrics, num_output_before: int, num_accepted_before: int
-    ) -> None:
-        """Take in what a request got in a step: what its metrics count now, and did before."""
+    def count_output(self, num_tokens: int) -> None:
+        """Take in the tokens that a request got in a step: accepted drafts and one more."""
         self.num_samples += 1
-        self.num_output_tokens += metrics.num_output_tokens - num_output_before
-        self.num_accepted_tokens += metrics.num_accepted_tokens - num_accepted_before
+        self.num_output_tokens += num_tokens
+        self.num_accepted_tokens += num_tokens - 1
 
     def take_in(self, other: EngineStats) -> None:
         """Add another engine's counts."""

@@ -1,28 +1,30 @@
-"""What the scheduler hands to the runner: one step's plan, in plain Python.
+"""One step's plan, in plain Python: the scheduler makes it, a runner computes it.
 
-    SchedulerOutput   the step: rows, who lost its blocks, blocks to copy
-    ScheduledRequest  one row: a request, and how many of its tokens are computed
+    SchedulerOutput    the step: its entries, who was preempted, blocks to copy
+    ScheduledRequest   one entry: a request, and how many of its tokens are computed
+    StepResult         what the runner gives back: tokens, log-probabilities, errors
 
-Between schedule() and update() a request's num_computed_tokens still counts what earlier steps
-computed, and its block_table already has room for this step.
+Always holds: between schedule() and update() a request's num_computed_tokens counts what
+earlier steps computed, and its block_table already has room for this step.
 
 Source: the names are those of vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from nanobatch.request import Request
 
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One row of a plan: the next num_tokens uncomputed tokens of a request.
+    """Compute the next num_tokens uncomputed tokens of a request.
 
-    draft_token_ids: the last of them, if they are guesses (speculative.py); a draft model's are
-        UNKNOWN until the runner fills them in.
+    draft_token_ids: guesses that follow its known tokens, counted in num_tokens
+        (extensions/speculative.py).
     """
 
     request: Request
@@ -37,17 +39,17 @@ class ScheduledRequest:
 
     @property
     def num_logits(self) -> int:
-        """Positions whose next token the model must say: the last known one and each draft."""
+        """Positions whose logits are needed: the last known token and each draft."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
 
 @dataclass
 class SchedulerOutput:
-    """The plan of one step. Block copies, if any, come before the step computes.
+    """The plan of one step. Its block copies are made before the step computes.
 
-    scheduled: who computes how many tokens.
-    preempted: who lost its blocks to make room.
-    padding: finished rows of a static batch that still cost their share.
+    scheduled: which requests compute how many tokens.
+    preempted: requests that lost their blocks to make room.
+    padding: finished requests of a static batch that still take a slot.
     swap_out, swap_in: pairs of block ids, (device, host) and (host, device).
     """
 
@@ -60,11 +62,33 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(row.num_tokens for row in self.scheduled)
+        return sum(entry.num_tokens for entry in self.scheduled)
 
-    def give_back(self, request: Request) -> int:
-        """Take a request's row, if it has one, out of the plan; return its tokens."""
-        for i, row in enumerate(self.scheduled):
-            if row.request is request:
+    def remove(self, request: Request) -> int:
+        """Drop a request's entry, if it has one; return its number of tokens."""
+        for i, entry in enumerate(self.scheduled):
+            if entry.request is request:
                 return self.scheduled.pop(i).num_tokens
         return 0
+
+
+@dataclass
+class StepResult:
+    """What a runner made of a plan.
+
+    token_ids: the sampled tokens by request id, for the entries that sample.
+    logprobs: by request id, one {token_id: log-probability} for each sampled token.
+    errors: by request id, why an entry has no token; the request ends with "error".
+    """
+
+    token_ids: Mapping[str, Sequence[int]]
+    logprobs: Mapping[str, Sequence[dict[int, float]]] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Computes plans. May state `vocab_size` and `eos_token_ids` of its model."""
+
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        """Compute one plan."""
+        ...

@@ -23,7 +23,7 @@ the names are vLLM's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanobatch.utils.checks import check_bool, check_float, check_int, check_token_ids
@@ -215,7 +215,8 @@ class Request:
 
         self.max_tokens = params.max_tokens  # cut by the scheduler to what can fit
         self.seed = params.seed  # set by the engine where params bring none
-        self.leader: Request | None = None  # the first of n siblings, whose prompt it shares
+        self.group: str | None = None  # a second id, shared by n samples of one prompt
+        self.must_wait: Callable[[], bool] | None = None  # true: do not admit it yet
         self.arrival_order = 0  # set by the scheduler; breaks ties of arrival_time
         self.num_hit_tokens = 0  # that the prefix cache had when a policy last asked
         self.num_lost_tokens = 0  # computed, and lost to a preemption, until it is back

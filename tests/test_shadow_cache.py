@@ -138,7 +138,7 @@ def check_invariant_1(scheduler, allocator):
         assert len(request.host_block_table) == num_blocks * is_swapped, f"1: {request} on host"
         on_host += request.host_block_table
     assert len(set(on_host)) == len(on_host), f"1: a host block twice: {on_host}"
-    host = scheduler.preemption.host
+    host = getattr(scheduler.preemption, "host", None)
     if host is not None:
         num_used = host.num_blocks - host.num_free_blocks
         assert num_used == len(on_host), f"1: {num_used} host blocks used, {on_host} held"
@@ -546,7 +546,7 @@ class Trace:
         """Plan a step and check the plan; nothing is written yet."""
         scheduler, allocator = self.scheduler, self.allocator
         if self.has_failed:  # whose copies were lost comes back to be computed anew
-            scheduler._forget_copies()
+            scheduler._requeue_lost()
         before = (
             list(scheduler.running),
             [request for request in scheduler.running if not request.is_finished],
@@ -847,8 +847,8 @@ class CopiesNothingBack(Scheduler):
 class TrustsCopiesOfFailedSteps(Scheduler):
     """Breaks 10: a step failed, and its copies may never have been made."""
 
-    def _forget_copies(self):
-        self.preemption.unconfirmed.clear()
+    def _requeue_lost(self):
+        self.preemption.end_step()
 
 
 class ForgetsWhoIsOverdue(Scheduler):
@@ -862,12 +862,9 @@ class ForgetsWhoIsOverdue(Scheduler):
 class LetsThemJoin(Scheduler):
     """Breaks 9: a static batch is joined as long as it has slots."""
 
-    def schedule(self, now):
-        config = self.config
-        self.config = replace(config, batching="continuous")
-        plan = super().schedule(now)
-        self.config = config
-        return plan
+    def __init__(self, config, allocator):
+        super().__init__(config, allocator)
+        self.batching.candidates = lambda waiting, running: waiting
 
 
 class TakesFromTheLast(Scheduler):

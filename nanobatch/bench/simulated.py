@@ -31,7 +31,8 @@ from nanobatch.bench import flags, report
 from nanobatch.bench.rungs import make_rungs
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
-from nanobatch.policies.ordering import SJF, LearnedLengths, Policy
+from nanobatch.policies.lengths import LearnedLengths
+from nanobatch.policies.ordering import SJF, Policy
 from nanobatch.request import Request, SamplingParams
 from nanobatch.simulation.replica import SimulationResult
 from nanobatch.simulation.router import ROUTERS

@@ -1,7 +1,7 @@
-"""Guesses at the tokens to come, which one step then checks all at once.
+"""Speculative decoding: guess the next tokens, and check all guesses in one step.
 
-A decode step reads all weights to make one token of each request. Reading them once for
-several tokens costs little more, if somebody guesses them:
+A decode step reads all weights to compute one token of each request. Computing several tokens
+costs little more, if their values are guessed before:
 
     known            the cat sat on the mat . the cat
     draft                                             sat on the mat
@@ -9,19 +9,20 @@ several tokens costs little more, if somebody guesses them:
     the model says                                    sat on a
     kept                                              sat on a          2 drafts, 1 of its own
 
-A draft is more tokens for the scheduler's one line of arithmetic: they are computed as any
-others, behind the request's last token. What the model itself samples after each of them is
-kept for as long as the draft said the same; the first token that differs is kept too, and what
-lies behind it was computed for nothing. A request so gets at least its one token a step.
+A draft is more tokens for the scheduler's one line of arithmetic, computed like any others
+after the request's last token. The tokens that the model samples after each of them are kept
+up to the first that differs from the draft; the rest was computed for nothing. So a request
+gets at least its one token a step.
 
 Drafts come from the request itself (prompt lookup: what followed the last time?) or from a
-small model with the same vocabulary (extensions/draft_model.py).
+small model with the same vocabulary (draft_model.py).
 
-Always holds: a draft decides how many tokens a step yields. Greedy ones are the same without
-it, and so are all with prompt lookup; with a draft model samples have the same distribution.
+Always holds: a draft decides only how many tokens a step yields. Greedy tokens are the same as
+without drafts, and so are all tokens with prompt lookup; with a draft model samples have the
+same distribution. Drafts preempt nobody and delay nobody's admission.
 
-Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023); prompt lookup
-decoding (Saxena, 2023), vLLM's n-gram proposer.
+Seam: StepHook in scheduler.py. Source: speculative decoding (Leviathan et al., ICML 2023; Chen
+et al., 2023); prompt lookup decoding (Saxena, 2023), vLLM's n-gram proposer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,80 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nanobatch.config import EngineConfig
+from nanobatch.plan import ScheduledRequest, SchedulerOutput
+from nanobatch.policies.admission import OnDemand
+from nanobatch.request import RequestStatus
+from nanobatch.scheduler import Scheduler
+from nanobatch.utils.arithmetic import cdiv
 
-UNKNOWN = -1  # a draft token that the runner has yet to fill in
+UNKNOWN = -1  # a draft token that the runner will fill in
+
+
+def attach(scheduler: Scheduler) -> None:
+    """Let a scheduler add drafts to its plans."""
+    scheduler.hooks.append(DraftHook(scheduler, make_drafter(scheduler.config)))
+
+
+class DraftHook:
+    """The scheduler's part: add drafts to a finished plan, count them, reclaim their blocks."""
+
+    def __init__(self, scheduler: Scheduler, drafter: Drafter):
+        self.scheduler = scheduler
+        self.drafter = drafter
+        # This step's entries with drafts, and how many tokens their requests had before.
+        self._drafted: list[tuple[ScheduledRequest, int]] = []
+
+    def begin_step(self) -> None:
+        """Free the blocks that rejected drafts took."""
+        allocator = self.scheduler.allocator
+        for request in self.scheduler.running:
+            num_blocks = cdiv(request.num_computed_tokens, allocator.block_size)
+            if len(request.block_table) > num_blocks:
+                allocator.free(request.block_table[num_blocks:])
+                del request.block_table[num_blocks:]
+
+    def end_step(self, plan: SchedulerOutput, budget: int) -> None:
+        """Add drafts for requests that decode, as far as the budget and the blocks go that no
+        running request needs in this step or, if all drafts are accepted, in the next."""
+        config, allocator = self.scheduler.config, self.scheduler.allocator
+        running = [r for r in self.scheduler.running if r.status is RequestStatus.RUNNING]
+        look_ahead = OnDemand(allocator)
+        look_ahead.begin(running)
+        num_spare = allocator.num_free_blocks - look_ahead.num_promised
+        self._drafted = []
+        for entry in plan.scheduled:
+            request = entry.request
+            if request.num_uncomputed_tokens > 1:
+                continue
+            num_next = request.num_tokens + 1
+            num_blocks = look_ahead.num_blocks(request)
+            most = min(
+                config.num_speculative_tokens,
+                budget,
+                (num_blocks + num_spare) * config.block_size - num_next,
+                # The very last token of a request is never computed.
+                request.max_total_tokens - num_next,
+            )
+            if most <= 0:
+                continue
+            draft = self.drafter.propose(request.token_ids, most)
+            entry.draft_token_ids = draft
+            entry.num_tokens += len(draft)
+            budget -= len(draft)
+            num_spare -= max(0, cdiv(num_next + len(draft), config.block_size) - num_blocks)
+            self.scheduler.allocate_blocks(request, entry.num_tokens)
+            if draft:
+                self._drafted.append((entry, request.num_tokens))
+
+    def update(self) -> None:
+        """Count the drafts, and the accepted ones: all new tokens but the last."""
+        for entry, num_tokens_before in self._drafted:
+            num_new = entry.request.num_tokens - num_tokens_before
+            if num_new > 0:  # else it was aborted
+                num_drafts = len(entry.draft_token_ids)
+                entry.request.metrics.num_draft_tokens += num_drafts
+                entry.request.metrics.num_accepted_tokens += min(num_new - 1, num_drafts)
+        self._drafted = []
 
 
 class Drafter(Protocol):
@@ -44,14 +117,14 @@ class Drafter(Protocol):
 
 
 class PromptLookup:
-    """What followed the last time that the request had the same few tokens.
+    """Propose what followed the last time that the request had the same few tokens.
 
-    The longest end of its tokens that is there before, of prompt_lookup_max tokens down to
-    prompt_lookup_min, is looked for; the latest place counts. Where what followed reaches the
-    end of what is known, it is taken to repeat itself.
+    It looks for the request's last tokens, prompt_lookup_max of them down to
+    prompt_lookup_min, at the latest earlier place. If what followed there reaches the end of
+    the known tokens, it is repeated.
 
     Args:
-        longest, shortest: tokens to look for.
+        longest, shortest: how many last tokens to look for.
     """
 
     def __init__(self, longest: int, shortest: int):
@@ -59,7 +132,7 @@ class PromptLookup:
 
     def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
         """At most `most` tokens; none if nothing repeats. 4,000 tokens take 0.1 ms."""
-        text = array("q", token_ids)  # as bytes, where C looks for us
+        text = array("q", token_ids)  # as bytes, which C searches for us
         width, text = text.itemsize, text.tobytes()
         for n in range(min(self.longest, len(token_ids) - 1), self.shortest - 1, -1):
             end = _find_before(text, n, width)
@@ -75,20 +148,20 @@ def _find_before(text: bytes, n: int, width: int) -> int | None:
     while (start := text.rfind(last, 0, end)) >= 0:
         if start % width == 0:
             return start // width + n
-        end = start + len(last) - 1  # between two tokens: only looks the same
+        end = start + len(last) - 1  # a match that starts inside a token
     return None
 
 
 class FromRunner:
-    """Leaves room for drafts that the runner's draft model fills in."""
+    """Leave room for drafts that the runner's draft model fills in."""
 
     def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """`most` tokens that are not known yet."""
+        """`most` unknown tokens."""
         return [UNKNOWN] * most
 
 
-def make_drafter(config: EngineConfig) -> Drafter | None:
-    """What EngineConfig.speculative names (config.py has checked the name)."""
+def make_drafter(config: EngineConfig) -> Drafter:
+    """The drafter that EngineConfig.speculative names (config.py has checked the name)."""
     if config.speculative == "ngram":
         return PromptLookup(config.prompt_lookup_max, config.prompt_lookup_min)
-    return None if config.speculative is None else FromRunner()
+    return FromRunner()

@@ -1,19 +1,19 @@
-"""Who may enter when memory is short.
+"""Admission: decide whether a waiting request may start when memory is short.
 
-A request's cache grows by a token a step until it ends, and nobody knows when. The three rules
-differ in how much of that they count beforehand, for those that run and for who wants in.
-(What can never fit is refused when it is added: `check_fits`.)
+A running request needs more cache with every token, and nobody knows when it will end. The
+rules differ in how many future tokens they count, for those that run and for the newcomer.
 
     tokens so far  [###########]
-    on_demand      [###########|#]            one step more; preempt when that was too little
-    reserve        [###########|###########]  to max_tokens; nobody is ever preempted
-    predict        [###########|####]         to the length expected; a peak, not a sum: who
-                                              ends early makes room for who goes on
+    on_demand      [###########|#]            one step more; preempt if that was too little
+    reserve        [###########|###########]  up to max_tokens; never preempts
+    predict        [###########|####]         up to the expected length. The peak over time, not
+                                              a sum: those that end early make room
 
-Blocks that a request shares are counted for each that holds them, which is safe; cached blocks
-that lie in the free list count as taken by whoever hits them.
+Blocks that requests share are counted once for each of them, which is safe. Cached blocks in
+the free list count as needed if the newcomer's prefix hits them.
 
-Always holds: under "reserve" the pool has room for all that run, to their ends.
+Always holds: under "reserve" the pool has room for all running requests until they end; a
+request that could never fit is refused when it is added (`check_fits`).
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Sources: vLLM and TensorRT-LLM's
 MAX_UTILIZATION; TGI and TensorRT-LLM's GUARANTEED_NO_EVICT; LightLLM's router and its
@@ -27,36 +27,36 @@ from typing import Protocol
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
-from nanobatch.policies.ordering import LearnedLengths, PredictLength, observe
-from nanobatch.request import Request, RequestStatus
+from nanobatch.policies.lengths import LearnedLengths, PredictLength, observe
+from nanobatch.request import Request
 from nanobatch.utils.arithmetic import cdiv
 
 
 class Admission(Protocol):
-    """A rule, asked for one request after another while a step is planned."""
+    """A rule. While a step is planned it is asked about one request after another."""
 
     def begin(self, running: Sequence[Request]) -> None:
-        """A step's admissions begin; these run, with their blocks for the step."""
+        """A step's admissions begin; `running` already have their blocks for the step."""
         ...
 
     def has_room(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether the request may enter; `cached` are the blocks of its prefix hit."""
+        """Whether the request may start; `cached` are the blocks of its prefix hit."""
         ...
 
     def admitted(self, request: Request) -> None:
-        """It did, and has its blocks for the step."""
+        """The request was admitted and has its blocks for the step."""
         ...
 
 
 class _CountsBlocks:
-    """Counts, for each request, blocks that it may yet want, and keeps them free."""
+    """Promise each running request some blocks, and keep them free."""
 
     def __init__(self, allocator: BlockAllocator):
         self.allocator = allocator
-        self.num_promised = 0  # blocks that those who run may yet want
+        self.num_promised = 0  # blocks that running requests may still take
 
     def num_blocks(self, request: Request) -> int:
-        """The blocks that are counted for a request, those it holds included."""
+        """The blocks promised to a request, including those it holds."""
         raise NotImplementedError
 
     def begin(self, running: Sequence[Request]) -> None:
@@ -65,7 +65,7 @@ class _CountsBlocks:
             self.admitted(request)
 
     def has_room(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether all that is counted is free."""
+        """Whether all promised blocks are free, with this request's among them."""
         num_taken = num_free_among(cached, self.allocator)
         num_new = self.num_blocks(request) - len(cached) + num_taken
         return self.num_promised + num_new <= self.allocator.num_free_blocks
@@ -75,8 +75,8 @@ class _CountsBlocks:
 
 
 class OnDemand(_CountsBlocks):
-    """Room for all tokens that a request has so far, and one more: it looks one step ahead,
-    so that nobody is admitted only to be preempted at once."""
+    """Room for the tokens so far and one more. Looking one step ahead avoids admitting a
+    request only to preempt it at once."""
 
     def num_blocks(self, request: Request) -> int:
         # The very last token of a request is never computed.
@@ -85,19 +85,19 @@ class OnDemand(_CountsBlocks):
 
 
 class Reserve(_CountsBlocks):
-    """Room to the end, however long that is: prompt + max_tokens."""
+    """Room until the end, as late as that may be: prompt + max_tokens."""
 
     def num_blocks(self, request: Request) -> int:
         return cdiv(request.max_total_tokens - 1, self.allocator.block_size)
 
 
 class Predict:
-    """Room for the largest that the cache is expected to get.
+    """Room for the largest size that the cache is expected to reach.
 
     Args:
         allocator: the pool.
-        predict: from a request to the output tokens expected of it in all; by default
-            learned from those that finish.
+        predict: the expected output tokens of a request in all; by default learned from
+            finished requests.
     """
 
     def __init__(self, allocator: BlockAllocator, predict: PredictLength | None = None):
@@ -109,23 +109,23 @@ class Predict:
         self._running = [self._expected(request) for request in running]
 
     def has_room(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether the expected peak fits, with the request in it, and its tokens fit now."""
+        """Whether the expected peak fits with this request, and its present tokens fit now."""
         peak = expected_peak([*self._running, self._expected(request)])
-        # Each may fill its last block with a single token.
+        # Each request may fill its last block with a single token.
         num_slots = peak + (len(self._running) + 1) * (self.allocator.block_size - 1)
         pool = self.allocator
         is_expected_to_fit = num_slots <= pool.num_blocks * pool.block_size
-        # Whatever is expected, what it has now must fit now.
+        # Whatever is expected later, the tokens it has must fit now.
         num_now = cdiv(request.num_tokens, pool.block_size) - len(cached)
         num_now += num_free_among(cached, pool)
-        is_alone = not self._running  # and then nothing will ever be better
+        is_alone = not self._running  # there will never be more room than now
         return num_now <= pool.num_free_blocks and (is_expected_to_fit or is_alone)
 
     def admitted(self, request: Request) -> None:
         self._running.append(self._expected(request))
 
     def observe(self, request: Request) -> None:
-        """Let the prediction learn, if it does."""
+        """Pass a finished request on to the prediction."""
         observe(self.predict, request)
 
     def _expected(self, request: Request) -> tuple[float, int]:
@@ -134,13 +134,13 @@ class Predict:
 
 
 def expected_peak(requests: Sequence[tuple[float, int]]) -> float:
-    """The most tokens held at once, if all go on together and each ends when it is expected to.
+    """The most tokens held at once if each request grows by a token a step until it ends.
 
     Args:
-        requests: of each (tokens to come, tokens now).
+        requests: (tokens to come, tokens now) of each.
 
-    The total grows until somebody ends; so the peak is at one of the ends. When the i-th
-    from the last ends, it and those after it have all grown by what it had to come.
+    The total grows until a request ends, so the peak is at one of the ends. When the i-th
+    from the last ends, it and those after it have all grown by its tokens to come.
     """
     peak = held = 0.0
     for i, (num_left, num_now) in enumerate(sorted(requests, reverse=True)):
@@ -150,7 +150,7 @@ def expected_peak(requests: Sequence[tuple[float, int]]) -> float:
 
 
 def limits(config: EngineConfig) -> dict[str, int]:
-    """What prompt + output of one request must fit into, by name, in tokens."""
+    """What the prompt and output of one request must fit, in tokens, by name."""
     sizes = {"the pool (num_blocks * block_size)": config.num_blocks * config.block_size}
     if config.max_model_len is not None:
         sizes["max_model_len"] = config.max_model_len
@@ -183,14 +183,3 @@ def make_admission(
 def num_free_among(cached: Sequence[int], allocator: BlockAllocator) -> int:
     """How many blocks of a prefix hit nobody holds: the hit takes them off the free list."""
     return sum(allocator.ref_count(block) == 0 for block in cached)
-
-
-def waits_for_leader(request: Request, allocator: BlockAllocator) -> bool:
-    """Whether waiting a little turns the prompt of one of n siblings into a prefix hit."""
-    leader = request.leader
-    if leader is None or not allocator.enable_prefix_caching:
-        return False
-    num_full_blocks = (len(leader.prompt_token_ids) - 1) // allocator.block_size
-    num_shared = num_full_blocks * allocator.block_size
-    is_running = leader.status is RequestStatus.RUNNING
-    return is_running and leader.num_computed_tokens < num_shared

@@ -58,8 +58,8 @@ def assert_nothing_is_kept(engine):
     scheduler.allocator.check_invariants()
     assert scheduler.allocator.num_free_blocks == scheduler.allocator.num_blocks
     assert not scheduler.waiting and not scheduler.running and not scheduler._live
-    assert not engine._progress and not engine._families and not engine._aborted
-    host = scheduler.preemption.host
+    assert not engine._progress and not engine._groups and not engine._aborted
+    host = getattr(scheduler.preemption, "host", None)
     assert host is None or host.num_free_blocks == host.num_blocks
 
 

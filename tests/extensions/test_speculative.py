@@ -408,7 +408,7 @@ def scheduler_of(**knobs):
     config = EngineConfig(**({"num_blocks": 64, "block_size": 4} | NGRAM | knobs))
     pool = BlockAllocator(config.num_blocks, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(config, pool)
-    scheduler.drafter = Right()
+    scheduler.hooks[0].drafter = Right()
     return scheduler
 
 
@@ -451,7 +451,7 @@ def test_rejected_drafts_give_their_blocks_back():
     assert len(request.block_table) == 10
     scheduler.update(plan, {"a": [7, 7, 1]}, 0.0)
     assert request.num_computed_tokens == 6 and request.num_tokens == 7
-    scheduler.drafter = PromptLookup(1, 1)  # 1 was never seen: no drafts
+    scheduler.hooks[0].drafter = PromptLookup(1, 1)  # 1 was never seen: no drafts
     scheduler.schedule(0.0)
     assert len(request.block_table) == 7
     scheduler.abort("a")
