@@ -1,25 +1,26 @@
-"""Attention over a paged cache, in torch: the oracle, and what runs where no kernel does.
+"""Attention over a paged cache, in torch: the reference, and what runs where no kernel does.
 
 The keys of a sequence lie in blocks all over the cache; its block table says where. They are
 gathered into one contiguous piece and handed to torch's scaled_dot_product_attention, several
-sequences of like length together (kernels/gather.py). On a CPU with a C compiler sequences
-with one query go to cpu/kernels.c instead, which gathers nothing, and with AMX those with
-several, in bfloat16, to cpu/prefill.c; on a GPU all go to Triton.
+sequences of like length together (kernels/gather.py).
+
+    "torch"   TorchBackend                               any device
+    "c"       CBackend, extensions/cpu                   a CPU with a C compiler
+    "triton"  TritonBackend, paged_attention_kernel.py   CUDA
+
+A backend is one object of a few operations: those of kernels/ops.py, and paged_attention.
+`choose_backend` is called once, when the runner is built.
 
 Always holds (invariant 14): what lies in slots past a sequence's end never reaches an
 output. It may be NaN, so a mask on the scores does not suffice (0 * NaN is NaN): the gathered
 tail is set to zero.
-
-The cache is [N, K, P, D]: one head's slots of a block are one contiguous run, so that
-gathering (block, head) pairs gives [sequence, head, position, D] with no transpose.
 
 Taught in notebooks/05_paged_kv_blocks.ipynb. Source: PagedAttention (Kwon et al., SOSP 2023).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,13 +29,13 @@ from torch import Tensor
 from nanobatch.attention_masks import causal_mask
 from nanobatch.batch import Batch
 from nanobatch.config import ATTENTION_BACKENDS
-from nanobatch.extensions.cpu import kernels as cpu_kernels
-from nanobatch.extensions.cpu import library as cpu_library
-from nanobatch.extensions.quantized_cache import LARGEST, Cache
-from nanobatch.kernels.gather import decodes, make_groups, pieces
-from nanobatch.kernels.ops import HAS_TRITON, rope_and_write
+from nanobatch.kernels.gather import make_groups
+from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.ops import HAS_TRITON, Ops
+from nanobatch.models.decoder import AttentionArgs
 from nanobatch.utils.arithmetic import next_power_of_two
 from nanobatch.utils.checks import check_choice
+from nanobatch.utils.extensions import has_extension, load_extension
 
 
 def masked_attention(
@@ -74,40 +75,86 @@ def masked_attention(
     return scores_SHTL.softmax(dim=-1).to(v_SHLD.dtype) @ v_SHLD
 
 
-def choose_backend(backend: str, on_cuda: bool, block_size: int) -> str:
-    """What `backend` comes to for a cache on a GPU or on a CPU: "torch", "triton" or "c".
+class TorchBackend(Ops):
+    """Everything in plain torch."""
 
-    "auto" is Triton on CUDA, where it is installed and the block size is a power of two; C on
-    a CPU with a C compiler: what it has no kernel for is torch's.
+    def paged_attention(
+        self, q_THD: Tensor, cache: KVCache, batch: Batch, args: AttentionArgs
+    ) -> Tensor:
+        """See paged_attention, which checks what it is given; this does not."""
+        out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
+        self.attend_in_groups(q_THD, cache, batch, args, out_THD)
+        return out_THD
+
+    def attend_in_groups(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: Batch,
+        args: AttentionArgs,
+        out_THD: Tensor,
+        decodes: bool = True,
+        prefills: bool = True,
+    ) -> None:
+        """Attention into out_THD, of the sequences with one query, with several, or of all."""
+        _, K, P, _ = cache.keys.shape
+        key = (K, P, args.sliding_window, decodes, prefills)
+        for group in batch.once(("groups", *key), lambda: list(make_groups(batch, *key))):
+            q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
+            k_SKLD, v_SKLD = group.gather(cache, q_THD.dtype)
+            out_SHTD = masked_attention(
+                q_SHTD,
+                k_SKLD,
+                v_SKLD,
+                group.mask,
+                scale=args.scale,
+                softcap=args.softcap,
+                is_causal=group.mask is None,
+            )
+            out_THD[group.tokens] = out_SHTD.transpose(1, 2).flatten(0, 1)
+
+
+def choose_backend(name: str, device: torch.device | str, block_size: int) -> Ops:
+    """The backend that `name` stands for, with a cache on this device.
+
+    "auto" is Triton on CUDA, where it is installed and the block size is a power of two, and C
+    on a CPU with a C compiler. What C has no kernel for is torch's.
 
     Raises:
-        ValueError: "triton" was asked for and cannot be had: not installed, a block size that
-            is no power of two, or a CPU without Triton's interpreter; or "c" was, on a GPU or
-            without a compiler.
+        ValueError: "triton" cannot be had: not installed, a block size that is no power of two,
+            or a CPU without Triton's interpreter; or "c" cannot: on a GPU, without a compiler,
+            or without nanobatch/extensions/cpu.
     """
-    check_choice("attention_backend", backend, ATTENTION_BACKENDS)
+    check_choice("attention_backend", name, ATTENTION_BACKENDS)
+    on_cuda = torch.device(device).type != "cpu"
     is_power_of_two = next_power_of_two(block_size) == block_size
-    has_c = not on_cuda and cpu_library.compiler() is not None
-    if backend == "auto":
-        has_triton = on_cuda and HAS_TRITON and is_power_of_two
-        return "triton" if has_triton else "c" if has_c else "torch"
-    if backend == "c" and not has_c:
-        raise ValueError("attention_backend is 'c'; it needs a CPU and a C compiler")
-    if backend in ("torch", "c"):
-        return backend
+    if name == "triton" or (name == "auto" and on_cuda and HAS_TRITON and is_power_of_two):
+        return _triton_backend(on_cuda, block_size)
+    if name == "c" or (name == "auto" and not on_cuda and has_extension("cpu")):
+        kind = load_extension("cpu", "attention_backend is 'c'").CBackend
+        if not on_cuda and kind.has_compiler():
+            return kind()
+        if name == "c":
+            raise ValueError("attention_backend is 'c'; it needs a CPU and a C compiler")
+    return TorchBackend()
+
+
+def _triton_backend(on_cuda: bool, block_size: int) -> Ops:
     if not HAS_TRITON:
         raise ValueError("attention_backend is 'triton', which is not installed; use 'torch'")
+    is_power_of_two = next_power_of_two(block_size) == block_size
     if not is_power_of_two:
         raise ValueError(f"block_size is {block_size}; the Triton kernels need a power of two")
-    if not on_cuda:
-        import triton
+    import triton
 
-        if not triton.knobs.runtime.interpret:
-            raise ValueError(
-                "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
-                "before triton is imported, or use 'torch'"
-            )
-    return backend
+    if not on_cuda and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
+            "before triton is imported, or use 'torch'"
+        )
+    from nanobatch.paged_attention_kernel import TritonBackend
+
+    return TritonBackend()
 
 
 def paged_attention(
@@ -120,8 +167,6 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     backend: str = "auto",
-    k_scale_NKP: Tensor | None = None,
-    v_scale_NKP: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the step's queries over the keys that their block tables name.
 
@@ -136,8 +181,6 @@ def paged_attention(
         sliding_window: keys that a query sees, itself included; None: all before it.
         softcap: see masked_attention.
         backend: see choose_backend.
-        k_scale_NKP, v_scale_NKP: of caches in 8 bits, which only their scales make keys and
-            values of (extensions/quantized_cache.py).
 
     Returns:
         [T, H, D]; tokens that belong to no sequence get zeros.
@@ -145,65 +188,15 @@ def paged_attention(
     Raises:
         ValueError: shapes do not agree, or the backend cannot be had.
     """
-    _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD)
-    for cache_NKPD, scale_NKP in ((k_cache_NKPD, k_scale_NKP), (v_cache_NKPD, v_scale_NKP)):
-        _check_scale(cache_NKPD, scale_NKP)
-    _, K, P, _ = k_cache_NKPD.shape
-    backend = choose_backend(backend, q_THD.is_cuda, P)
-    if backend == "triton":
-        from nanobatch.paged_attention_kernel import triton_paged_attention
-
-        return triton_paged_attention(
-            q_THD, k_cache_NKPD, v_cache_NKPD, batch, scale=scale,
-            sliding_window=sliding_window, softcap=softcap, k_scale_NKP=k_scale_NKP,
-            v_scale_NKP=v_scale_NKP,
-        )  # fmt: skip
-    out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-    done = (False, False)
-    if backend == "c" and softcap is None:
-        cache = (k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP)
-        done = _attend_in_c(q_THD, cache, batch, scale, sliding_window, out_THD)
-    how = (K, P, sliding_window, *(not kind for kind in done))
-    for group in batch.once(("groups", *how), lambda: list(make_groups(batch, *how))):
-        q_SHTD = q_THD[group.tokens].unflatten(0, (group.shape[0], -1)).transpose(1, 2)
-        out_SHTD = masked_attention(
-            q_SHTD,
-            group.gather(k_cache_NKPD, k_scale_NKP, q_THD.dtype),
-            group.gather(v_cache_NKPD, v_scale_NKP, q_THD.dtype),
-            group.mask,
-            scale=scale,
-            softcap=softcap,
-            is_causal=group.mask is None,
-        )
-        out_THD[group.tokens] = out_SHTD.transpose(1, 2).flatten(0, 1)
-    return out_THD
+    _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD, batch)
+    chosen = choose_backend(backend, q_THD.device, k_cache_NKPD.shape[2])
+    args = AttentionArgs(sliding_window, scale, softcap)
+    return chosen.paged_attention(q_THD, KVCache(k_cache_NKPD, v_cache_NKPD), batch, args)
 
 
-def _attend_in_c(
-    q_THD: Tensor,
-    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    batch: Batch,
-    scale: float,
-    window: int | None,
-    out_THD: Tensor,
-) -> tuple[bool, bool]:
-    """What C has kernels for; returns whether that is (decodes, prefills)."""
-    q_THD, k_cache_NKPD = q_THD.contiguous(), cache[0]
-    decode = cpu_kernels.paged_attention(q_THD, k_cache_NKPD)
-    if decode is not None:
-        rows = batch.once(("decodes", window), lambda: decodes(batch, window))
-        decode.paged_decode(q_THD, *cache, *rows, scale, out_THD)
-    if batch.max_query_len == 1:
-        return decode is not None, True
-    prefill = cpu_kernels.paged_prefill(q_THD, k_cache_NKPD)
-    if prefill is not None:
-        max_len = cpu_kernels.MAX_PREFILL_ROWS * k_cache_NKPD.shape[1] // q_THD.shape[1]
-        tables_SB, pieces_I4 = batch.once(("pieces", max_len), lambda: pieces(batch, max_len))
-        prefill.paged_prefill(q_THD, *cache, tables_SB, pieces_I4, window, scale, out_THD)
-    return decode is not None, prefill is not None
-
-
-def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> None:
+def _check_shapes(
+    q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor, batch: Batch
+) -> None:
     ok = (
         q_THD.dim() == 3
         and k_cache_NKPD.dim() == 4
@@ -219,37 +212,23 @@ def _check_shapes(q_THD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor) -> 
             f"v_cache_NKPD {tuple(v_cache_NKPD.shape)}; they must be [T, H, D] and twice "
             "[N, K, P, D], H a multiple of K"
         )
-
-
-def _check_scale(cache_NKPD: Tensor, scale_NKP: Tensor | None) -> None:
-    is_quantized = cache_NKPD.dtype in LARGEST
-    wanted = cache_NKPD.shape[:3] if is_quantized else None
-    given = None if scale_NKP is None else scale_NKP.shape
-    if given != wanted:
+    if len(q_THD) < len(batch.token_ids_T):
         raise ValueError(
-            f"a cache of {cache_NKPD.dtype} has scales of shape {given and tuple(given)}; they "
-            f"must be {tuple(wanted) if is_quantized else None}"
+            f"q_THD has {len(q_THD)} rows and the batch {len(batch.token_ids_T)} tokens; it "
+            "must have one for each"
         )
-
-
-class AttentionArgs(NamedTuple):
-    """What sets one layer's attention apart: see paged_attention."""
-
-    sliding_window: int | None
-    scale: float
-    softcap: float | None = None
 
 
 @dataclass
 class PagedAttend:
     """What the model calls in each layer: rotate, write to the paged cache, attend.
 
-    caches: one for each layer (extensions/quantized_cache.py).
+    caches: one for each layer. backend: see choose_backend.
     """
 
     batch: Batch
-    caches: list[Cache]
-    backend: str = "auto"
+    caches: list[KVCache]
+    backend: Ops = field(default_factory=TorchBackend)
 
     def __call__(
         self,
@@ -259,15 +238,8 @@ class PagedAttend:
         v_TKD: Tensor,
         cos_TR: Tensor,
         sin_TR: Tensor,
-        how: AttentionArgs,
+        args: AttentionArgs,
     ) -> Tensor:
-        k_cache_NKPD, v_cache_NKPD, *scales = self.caches[layer]
-        q_THD = rope_and_write(
-            q_THD, k_TKD, v_TKD, cos_TR, sin_TR, k_cache_NKPD, v_cache_NKPD,
-            self.batch.slot_mapping_T, *scales,
-        )  # fmt: skip
-        k_scale_NKP, v_scale_NKP = scales or (None, None)
-        return paged_attention(
-            q_THD, k_cache_NKPD, v_cache_NKPD, self.batch, **how._asdict(),
-            backend=self.backend, k_scale_NKP=k_scale_NKP, v_scale_NKP=v_scale_NKP,
-        )  # fmt: skip
+        cache, slots_T = self.caches[layer], self.batch.slot_mapping_T
+        q_THD = self.backend.rope_and_write(q_THD, k_TKD, v_TKD, cos_TR, sin_TR, cache, slots_T)
+        return self.backend.paged_attention(q_THD, cache, self.batch, args)

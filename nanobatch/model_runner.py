@@ -34,8 +34,8 @@ from nanobatch.config import EngineConfig
 from nanobatch.engine import StepResult, WallClock
 from nanobatch.extensions.cuda_graphs import DecodeGraphs
 from nanobatch.extensions.draft_model import Proposals, check_draft_model, fill_in_drafts
-from nanobatch.extensions.quantized_cache import Cache, as_bytes, new_cache, resolve_cache_dtype
 from nanobatch.extensions.tensor_parallel import SharedClock
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.models.config import ModelConfig, settle_max_model_len
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
@@ -44,12 +44,13 @@ from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.cache_size import row_bytes
 from nanobatch.utils.device import GIB, cache_bytes, measure_step
+from nanobatch.utils.extensions import load_extension
 
 CPU_CACHE_BYTES = 2 * GIB  # of the cache, unless num_blocks says how much
 MAX_CACHE_BYTES = 2**40
 MAX_AUTO_BLOCKS = 2**20  # for a small model on a large GPU, where memory sets no limit
 
-Caches = list[Cache]  # one for each layer
+Caches = list[KVCache]  # one for each layer
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -88,14 +89,20 @@ class ModelRunner:
         self.eos_token_ids = model.config.eos_token_ids
         weight = model.embed.weight
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
-        how = (config.kv_cache_dtype, self.dtype, self.device)
-        self.cache_dtype = resolve_cache_dtype(*how)
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
-            for decoder in self._decoders():
-                decoder.pack()
-        self.backend = choose_backend(config.attention_backend, self.on_cuda, config.block_size)
+        self.backend = choose_backend(config.attention_backend, self.device, config.block_size)
+        self.cache_kind, self.cache_dtype = KVCache, self.dtype
+        if config.kv_cache_dtype != "auto":
+            setting = f"kv_cache_dtype is {config.kv_cache_dtype!r}"
+            extension = load_extension("quantized_cache", setting)
+            self.cache_kind, self.backend = (
+                extension.QuantizedCache,
+                extension.over_8_bits(self.backend),
+            )
+            self.cache_dtype = extension.resolve_cache_dtype(config.kv_cache_dtype, self.device)
+        for decoder in self._decoders():
+            decoder.set_ops(self.backend)
         # torch's paged attention looks at lengths, which a captured step may not.
-        self.has_graphs = config.cuda_graphs and self.on_cuda and self.backend == "triton"
+        self.has_graphs = config.cuda_graphs and self.on_cuda and self.backend.name == "triton"
         self.config = self._settle(config)
         self.caches = self._new_caches("num_blocks", self.config.num_blocks, self.device)
         swaps = config.preemption == "swap"
@@ -159,14 +166,14 @@ class ModelRunner:
         batch = pack([Row([0] * n, 0, [0] * cdiv(n, P)) for n in lens], P, self.device)
         batch.slot_mapping_T.fill_(PADDING_SLOT)
         shape = (1, self.model.config.num_kv_heads, P, self.model.config.head_dim)
-        cache = new_cache(shape, self.cache_dtype, self.device)
-        for part in cache:
+        cache = self.cache_kind.allocate(shape, self.cache_dtype, self.device)
+        for part in cache.raw_parts():
             part.zero_()
         caches = [cache] * self.model.config.num_layers
         hidden_SE = self._hidden(batch, caches)[batch.logits_indices_S]
         params = SamplingParams(temperature=1.0, top_p=0.9)  # the costliest kind
         rows = [SamplingRow(params, (), (), (), seed=i) for i in range(num_rows)]
-        sample(self.model.logits(hidden_SE), rows)
+        sample(self.model.logits(hidden_SE), rows, self.backend)
 
     def _new_caches(self, name: str, num_blocks: int, device: torch.device) -> Caches:
         """The model's layers, then the draft model's."""
@@ -183,7 +190,8 @@ class ModelRunner:
         ]
         try:
             with self.ranks.together():
-                return [new_cache(shape, self.cache_dtype, device) for shape in shapes]
+                allocate = self.cache_kind.allocate
+                return [allocate(shape, self.cache_dtype, device) for shape in shapes]
         except RuntimeError as error:  # a CPU's says so only in its text
             is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
             if not is_memory:
@@ -226,7 +234,7 @@ class ModelRunner:
             return StepResult({})
         result = StepResult({}, {}, {})
         behind = [row for s in sampling for row in _sampling_rows(s, proposals)]
-        sampled = iter(sample(logits_LV, behind, agree=self.ranks.first))
+        sampled = iter(sample(logits_LV, behind, self.backend, agree=self.ranks.first))
         for s in sampling:
             _take(result, s, list(itertools.islice(sampled, s.num_logits)))
         return result
@@ -259,10 +267,8 @@ def _copy_blocks(pairs: Sequence[tuple[int, int]], source: Caches, target: Cache
     if not pairs:
         return
     from_ids, to_ids = torch.tensor(pairs).unbind(dim=1)
-    for source_parts, target_parts in zip(source, target, strict=True):
-        for a, b in zip(map(as_bytes, source_parts), map(as_bytes, target_parts), strict=True):
-            blocks = a.index_select(0, from_ids.to(a.device)).to(b.device)
-            b.index_copy_(0, to_ids.to(b.device), blocks)
+    for one, other in zip(source, target, strict=True):
+        one.copy_blocks(from_ids, other, to_ids)
 
 
 def _row(s: ScheduledRequest) -> Row:

@@ -47,14 +47,17 @@ import triton.language as tl
 from torch import Tensor
 
 from nanobatch.batch import Batch
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
+from nanobatch.kernels.triton_ops import TritonOps
+from nanobatch.models.decoder import AttentionArgs
 from nanobatch.utils.arithmetic import next_power_of_two
 
 LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr):
+def find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr):
     """The sequence whose query blocks include query_block, by binary search.
 
     Sequence s owns blocks from query_start[s] // BLOCK_Q + s on: at least as many as it needs,
@@ -73,7 +76,7 @@ def _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def _online_softmax(score_ML, max_M, sum_M):
+def online_softmax(score_ML, max_M, sum_M):
     """Take one tile of scores into each row's running maximum and sum.
 
     Returns (weights of the tile's values, factor for what came before, maximum, sum).
@@ -88,19 +91,40 @@ def _online_softmax(score_ML, max_M, sum_M):
 
 
 @triton.jit
-def _add_values(p_ML, v_LX, rescale_M, acc_MX):
+def add_values(p_ML, v_LX, rescale_M, acc_MX):
     """The weighted values of one more tile."""
     acc_MX *= rescale_M[:, None]
     return tl.dot(p_ML.to(v_LX.dtype), v_LX, acc_MX, input_precision="ieee")
 
 
 @triton.jit
-def _two_of(pair_LX, kind: tl.constexpr, dtype: tl.constexpr):
-    """Two numbers of 8 bits from each int16: that of the even address, and the next one."""
-    even_LX, odd_LX = pair_LX.to(tl.int8), (pair_LX >> 8).to(tl.int8)
-    if kind != tl.int8:
-        even_LX, odd_LX = even_LX.to(kind, bitcast=True), odd_LX.to(kind, bitcast=True)
-    return even_LX.to(dtype), odd_LX.to(dtype)
+def soft_capped(score_ML, softcap):
+    """softcap * tanh(score / softcap), of scores that are multiplied by log2(e) already."""
+    # tanh(x) = 1 - 2 / (exp2(2 x log2(e)) + 1), and log2(e) is in the score already.
+    tanh_ML = 1 - 2 / (tl.exp2(2 * score_ML / softcap) + 1)
+    return softcap * 1.4426950408889634 * tanh_ML
+
+
+@triton.jit
+def store_result(
+    out_ptr, acc_ptr, max_ptr, sum_ptr, row_of_out_M, d_D, is_row_M, is_d_D, split,
+    acc_MD, max_M, sum_M, D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The rows' results, or what this split has found for each, to be joined later."""
+    is_out_MD = is_row_M[:, None] & is_d_D[None, :]
+    if NUM_SPLITS == 1:
+        # A row of a captured graph that stands for no sequence has no keys: it gets zeros.
+        out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+        tl.store(
+            out_ptr + row_of_out_M[:, None] * D + d_D[None, :],
+            out_MD.to(out_ptr.dtype.element_ty),
+            mask=is_out_MD,
+        )
+    else:
+        part_M = row_of_out_M * NUM_SPLITS + split
+        tl.store(max_ptr + part_M, max_M, mask=is_row_M)
+        tl.store(sum_ptr + part_M, sum_M, mask=is_row_M)
+        tl.store(acc_ptr + part_M[:, None] * D + d_D[None, :], acc_MD, mask=is_out_MD)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -112,8 +136,6 @@ def paged_attention_kernel(
     q_ptr,  # [T, H, D] queries; heads and elements contiguous
     k_cache_ptr,  # [N, K, P, D]
     v_cache_ptr,  # [N, K, P, D]
-    k_scale_ptr,  # [N, K, P] of each token's keys, if QUANTIZED
-    v_scale_ptr,  # [N, K, P] of each token's values
     block_tables_ptr,  # int32 [S, B]
     seq_lens_ptr,  # int32 [S] keys of each sequence
     query_start_ptr,  # int32 [S + 1] first token of each sequence
@@ -132,13 +154,12 @@ def paged_attention_kernel(
     TILE: tl.constexpr,  # keys of one iteration
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all before it
     HAS_SOFTCAP: tl.constexpr,
-    QUANTIZED: tl.constexpr,  # the caches are in 8 bits, and need their scales
     NUM_SPLITS: tl.constexpr,  # runs of tiles that share one query block's keys
     WIDEN: tl.constexpr,  # multiply in float32: Triton's interpreter knows no bfloat16 product
 ):
     """One program: BLOCK_Q query tokens of one sequence, G heads, one split of the keys."""
     query_block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq = _find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q)
+    seq = find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -175,13 +196,7 @@ def paged_attention_kernel(
 
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
-    if QUANTIZED:  # even and odd columns apart, as they come out of pairs
-        x_X = tl.arange(0, D_PAD // 2)
-        even_MX = tl.zeros([BLOCK_M, D_PAD // 2], tl.float32)
-        odd_MX = tl.zeros([BLOCK_M, D_PAD // 2], tl.float32)
-        pairs_ptr = v_cache_ptr.to(tl.pointer_type(tl.int16))
-    else:
-        acc_MD = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     for tile in range(first_tile, end_tile):
         pos_L = tile * TILE + tl.arange(0, TILE)
         is_key_L = pos_L < seq_len
@@ -190,60 +205,28 @@ def paged_attention_kernel(
         )
         # 64 bits before multiplying: a cache of more than 2**31 elements is ordinary.
         slot_L = (block_L.to(tl.int64) * K + kv_head) * P + pos_L % P
-        if QUANTIZED:
-            # They multiply what the products give, where a key has one number a row, not D.
-            k_scale_L = tl.load(k_scale_ptr + slot_L, mask=is_key_L, other=0.0).to(tl.float32)
-            v_scale_L = tl.load(v_scale_ptr + slot_L, mask=is_key_L, other=0.0).to(tl.float32)
         where_LD = slot_L[:, None] * D + d_D[None, :]
         is_here_LD = is_key_L[:, None] & is_d_D[None, :]
         k_LD = tl.load(k_cache_ptr + where_LD, mask=is_here_LD, other=0.0).to(q_MD.dtype)
         # Zeroed and not only masked: an unused slot may hold NaN, and 0 * NaN is NaN.
-        if QUANTIZED:
-            # In twos: as the right factor of a product, bytes would be copied 8 at a time.
-            where_LX = slot_L[:, None] * (D // 2) + x_X[None, :]
-            is_here_LX = is_key_L[:, None] & (x_X < D // 2)[None, :]
-            pair_LX = tl.load(pairs_ptr + where_LX, mask=is_here_LX, other=0)
-        else:
-            v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0).to(q_MD.dtype)
+        v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0).to(q_MD.dtype)
 
         score_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee") * scale_log2
-        if QUANTIZED:
-            score_ML *= k_scale_L[None, :]
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp2(2 x log2(e)) + 1), and log2(e) is in the score already.
-            tanh_ML = 1 - 2 / (tl.exp2(2 * score_ML / softcap) + 1)
-            score_ML = softcap * 1.4426950408889634 * tanh_ML
+            score_ML = soft_capped(score_ML, softcap)
         sees_ML = pos_L[None, :] <= pos_M[:, None]
         if WINDOW > 0:
             sees_ML &= pos_L[None, :] > pos_M[:, None] - WINDOW
         score_ML = tl.where(sees_ML, score_ML, float("-inf"))
 
-        p_ML, rescale_M, max_M, sum_M = _online_softmax(score_ML, max_M, sum_M)
-        if QUANTIZED:
-            p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values
-            even_LX, odd_LX = _two_of(pair_LX, v_cache_ptr.dtype.element_ty, q_MD.dtype)
-            even_MX = _add_values(p_ML, even_LX, rescale_M, even_MX)
-            odd_MX = _add_values(p_ML, odd_LX, rescale_M, odd_MX)
-        else:
-            acc_MD = _add_values(p_ML, v_LD, rescale_M, acc_MD)
+        p_ML, rescale_M, max_M, sum_M = online_softmax(score_ML, max_M, sum_M)
+        acc_MD = add_values(p_ML, v_LD, rescale_M, acc_MD)
 
-    if QUANTIZED:
-        acc_MD = tl.interleave(even_MX, odd_MX)
     row_of_out_M = token_M * (K * G) + head_M
-    is_out_MD = is_row_M[:, None] & is_d_D[None, :]
-    if NUM_SPLITS == 1:
-        # A row of a captured graph that stands for no sequence has no keys: it gets zeros.
-        out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
-        tl.store(
-            out_ptr + row_of_out_M[:, None] * D + d_D[None, :],
-            out_MD.to(out_ptr.dtype.element_ty),
-            mask=is_out_MD,
-        )
-    else:
-        part_M = row_of_out_M * NUM_SPLITS + split
-        tl.store(max_ptr + part_M, max_M, mask=is_row_M)
-        tl.store(sum_ptr + part_M, sum_M, mask=is_row_M)
-        tl.store(acc_ptr + part_M[:, None] * D + d_D[None, :], acc_MD, mask=is_out_MD)
+    store_result(
+        out_ptr, acc_ptr, max_ptr, sum_ptr, row_of_out_M, d_D, is_row_M, is_d_D, split,
+        acc_MD, max_M, sum_M, D, NUM_SPLITS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -275,63 +258,66 @@ def reduce_splits_kernel(
     tl.store(out_ptr + row * D + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < D)
 
 
-def triton_paged_attention(
-    q_THD: Tensor,
-    k_cache_NKPD: Tensor,
-    v_cache_NKPD: Tensor,
-    batch: Batch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    k_scale_NKP: Tensor | None = None,
-    v_scale_NKP: Tensor | None = None,
-    plan: LaunchConfig | None = None,
-) -> Tensor:
-    """What attention.paged_attention says, by the kernels above; it is where all is checked.
+class TritonBackend(TritonOps):
+    """Triton's operations, and paged attention by the kernels above."""
 
-    Args:
-        plan: how to cut the work up; by default choose_launch_config's choice.
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: Batch,
+        args: AttentionArgs,
+        launch: LaunchConfig | None = None,
+    ) -> Tensor:
+        """See TorchBackend.paged_attention.
 
-    Raises:
-        ValueError: a cache in 8 bits with an odd head dimension.
-    """
-    T, H, D = q_THD.shape
-    _, K, P, _ = k_cache_NKPD.shape
-    S = len(batch.seq_lens_S)
-    is_quantized = k_scale_NKP is not None
-    is_odd = D % 2 == 1
-    if is_quantized and is_odd:
-        raise ValueError(f"head_dim is {D}; Triton's caches in 8 bits need an even one")
-    if plan is None:
-        num_sms = 1
-        if q_THD.is_cuda:
-            num_sms = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
-        sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size(), num_sms)
-        plan = choose_launch_config(*sizes, is_quantized)
-    if q_THD.stride()[1:] != (D, 1):
-        q_THD = q_THD.contiguous()
-    out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0
-    # Float32 partial results, if there are splits to join.
-    parts = (T, H, plan.num_splits) if plan.num_splits > 1 else (0, 0, 0)
-    acc, largest, total = (
-        torch.empty(shape, dtype=torch.float32, device=q_THD.device)
-        for shape in ((*parts, D), parts, parts)
-    )
-    D_PAD = next_power_of_two(D)
-    scales = (k_scale_NKP, v_scale_NKP) if is_quantized else (k_cache_NKPD, v_cache_NKPD)
-    paged_attention_kernel[plan.grid](
-        out_THD, acc, largest, total, q_THD, k_cache_NKPD, v_cache_NKPD, *scales,
-        batch.block_tables_SB, batch.seq_lens_S, batch.query_start_loc, S,
-        q_THD.stride(0), batch.block_tables_SB.stride(0), scale * LOG2_E, softcap or 0.0,
-        K=K, G=H // K, D=D, D_PAD=D_PAD, P=P,
-        BLOCK_M=plan.block_m, BLOCK_Q=plan.block_q, TILE=plan.tile,
-        WINDOW=sliding_window or 0, HAS_SOFTCAP=softcap is not None, QUANTIZED=is_quantized,
-        NUM_SPLITS=plan.num_splits, WIDEN=triton.knobs.runtime.interpret,
-        num_warps=plan.num_warps, num_stages=plan.num_stages, maxnreg=plan.max_registers,
-    )  # fmt: skip
-    if plan.num_splits > 1:
-        reduce_splits_kernel[(T * H,)](
-            out_THD, acc, largest, total, D=D, D_PAD=D_PAD, NUM_SPLITS=plan.num_splits
+        Args:
+            launch: how the work is divided; None: choose_launch_config's choice.
+        """
+        (T, H, D), (_, K, P, _) = q_THD.shape, cache.keys.shape
+        S = len(batch.seq_lens_S)
+        if launch is None:
+            sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size(), _num_sms(q_THD))
+            launch = self.launch_config(*sizes)
+        if q_THD.stride()[1:] != (D, 1):
+            q_THD = q_THD.contiguous()
+        out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0
+        # Float32 partial results, if there are splits to join.
+        parts = (T, H, launch.num_splits) if launch.num_splits > 1 else (0, 0, 0)
+        acc, largest, total = (
+            torch.empty(shape, dtype=torch.float32, device=q_THD.device)
+            for shape in ((*parts, D), parts, parts)
         )
-    return out_THD
+        D_PAD = next_power_of_two(D)
+        self.kernel()[launch.grid](
+            out_THD, acc, largest, total, q_THD, *cache.parts,
+            batch.block_tables_SB, batch.seq_lens_S, batch.query_start_loc, S,
+            q_THD.stride(0), batch.block_tables_SB.stride(0),
+            args.scale * LOG2_E, args.softcap or 0.0,
+            K=K, G=H // K, D=D, D_PAD=D_PAD, P=P,
+            BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, TILE=launch.tile,
+            WINDOW=args.sliding_window or 0, HAS_SOFTCAP=args.softcap is not None,
+            NUM_SPLITS=launch.num_splits, WIDEN=triton.knobs.runtime.interpret,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+            maxnreg=launch.max_registers,
+        )  # fmt: skip
+        if launch.num_splits > 1:
+            reduce_splits_kernel[(T * H,)](
+                out_THD, acc, largest, total, D=D, D_PAD=D_PAD, NUM_SPLITS=launch.num_splits
+            )
+        return out_THD
+
+    def kernel(self):
+        """The kernel that takes the cache's parts."""
+        return paged_attention_kernel
+
+    def launch_config(self, *sizes: int) -> LaunchConfig:
+        """Its launch; sizes: see choose_launch_config."""
+        return choose_launch_config(*sizes)
+
+
+def _num_sms(x: Tensor) -> int:
+    """Multiprocessors of the GPU where x is; 1 in Triton's interpreter."""
+    if not x.is_cuda:
+        return 1
+    return torch.cuda.get_device_properties(x.device).multi_processor_count

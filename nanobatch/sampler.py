@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from nanobatch.kernels.ops import top_ids
+from nanobatch.kernels.ops import REFERENCE, Ops
 
 if TYPE_CHECKING:
     from nanobatch.request import Request, SamplingParams
@@ -95,6 +95,7 @@ class Sampled:
 def sample(
     logits_SV: Tensor,
     rows: Sequence[SamplingRow],
+    ops: Ops = REFERENCE,
     agree: Callable[[list[int]], Sequence[float]] = list,
 ) -> list[Sampled]:
     """Choose one token for each row.
@@ -102,11 +103,12 @@ def sample(
     Args:
         logits_SV: float32 [S, V], the model's raw logits; not changed.
         rows: S of them.
+        ops: finds the largest logits.
         agree: from the tokens chosen here to those that count (extensions/tensor_parallel.py).
     """
     raw_SV = logits_SV
     logits_SV = _adjust(raw_SV, rows)
-    best_S1 = top_ids(logits_SV, 1)
+    best_S1 = ops.top_ids(logits_SV, 1)
     # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
     is_number_S = raw_SV.amax(dim=-1).isfinite()
     is_ok_S = is_number_S & logits_SV.gather(1, best_S1).squeeze(1).isfinite()

@@ -80,7 +80,7 @@ MUTATIONS = {
     # ---- batch and attention
     "positions-from-zero": Mutation("batch.py", "np.arange(num_tokens) + (starts_S - query_start_loc[:-1])[row_of_T]", "np.arange(num_tokens) - query_start_loc[:-1][row_of_T]", "tests/test_attention.py"),
     "wrong-row-for-logits": Mutation("batch.py", "np.repeat(ends_S - counts_S.cumsum(), counts_S)", "np.repeat(ends_S - counts_S.cumsum() - 1, counts_S)", "tests/test_attention.py"),
-    "minus-one-is-the-last-block": Mutation("kernels/ops.py", "    if not is_real_T.all():", "    if False:", "tests/test_attention.py"),
+    "minus-one-is-the-last-block": Mutation("kernels/kv_cache.py", "        if not is_real_T.all():", "        if False:", "tests/test_attention.py"),
     "window-off-by-one": Mutation("attention_masks.py", "key_pos > query_pos - sliding_window", "key_pos >= query_pos - sliding_window", "tests/test_attention.py"),
     "tail-not-zeroed": Mutation("kernels/gather.py", "        x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
     "padding-row-writes": Mutation("extensions/cuda_graphs.py", "(0, num_pads), value=PADDING_SLOT)", "(0, num_pads))", "tests/extensions/test_decode_graphs.py"),
@@ -98,10 +98,10 @@ MUTATIONS = {
     "kernel-no-maximum": Mutation("paged_attention_kernel.py", "max_M = tl.full([BLOCK_M], float(\"-inf\"), tl.float32)", "max_M = tl.full([BLOCK_M], 0.0, tl.float32)", "tests/kernels/test_kernels.py"),
     "kernel-slot-minus-one": Mutation("kernels/triton_ops.py", "        if slot < 0:\n            return\n", "", "tests/kernels/test_kernels.py"),
     # ---- a cache in 8 bits
-    "values-without-their-scale": Mutation("paged_attention_kernel.py", "            p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values\n", "", "tests/extensions/test_kv_cache.py"),
-    "pairs-the-wrong-way-round": Mutation("paged_attention_kernel.py", "tl.interleave(even_MX, odd_MX)", "tl.interleave(odd_MX, even_MX)", "tests/extensions/test_kv_cache.py"),
-    "kernel-truncates-to-int8": Mutation("kernels/triton_ops.py", "tl.floor(a_XR + 0.5), tl.floor(b_XR + 0.5)", "tl.floor(a_XR), tl.floor(b_XR)", "tests/extensions/test_kv_cache.py"),
-    "nan-becomes-a-number": Mutation("kernels/triton_ops.py", "tl.where(x_XR == x_XR, tl.abs(x_XR), float(\"inf\"))", "tl.abs(x_XR)", "tests/extensions/test_kv_cache.py"),
+    "values-without-their-scale": Mutation("extensions/quantized_kernels.py", "        p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values\n", "", "tests/extensions/test_kv_cache.py"),
+    "pairs-the-wrong-way-round": Mutation("extensions/quantized_kernels.py", "tl.interleave(even_MX, odd_MX)", "tl.interleave(odd_MX, even_MX)", "tests/extensions/test_kv_cache.py"),
+    "kernel-truncates-to-int8": Mutation("extensions/quantized_kernels.py", "tl.floor(a_XR + 0.5), tl.floor(b_XR + 0.5)", "tl.floor(a_XR), tl.floor(b_XR)", "tests/extensions/test_kv_cache.py"),
+    "nan-becomes-a-number": Mutation("extensions/quantized_kernels.py", "tl.where(x_XR == x_XR, tl.abs(x_XR), float(\"inf\"))", "tl.abs(x_XR)", "tests/extensions/test_kv_cache.py"),
     "zeros-without-a-scale": Mutation("extensions/quantized_cache.py", ".clamp(min=SMALLEST_SCALE)", "", "tests/extensions/test_kv_cache.py"),
     # ---- the CPU's kernels
     "c-reads-the-tail": Mutation("extensions/cpu/kernels.c", "last = end - b * P < P ? end - b * P : P;", "last = P;", "tests/extensions/test_cpu_kernels.py tests/test_attention.py"),
@@ -115,7 +115,7 @@ MUTATIONS = {
     "c-nan-is-a-number": Mutation("extensions/cpu/elem.h", "return is_nan ? 0x7fc0 : ", "return ", "tests/extensions/test_cpu_kernels.py"),
     "c-last-of-equals": Mutation("extensions/cpu/kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/extensions/test_cpu_kernels.py"),
     "tiles-lower-rows": Mutation("extensions/cpu/matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/extensions/test_cpu_tiles.py"),
-    "gate-and-up-not-in-turns": Mutation("models/decoder.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/extensions/test_cpu_tiles.py"),
+    "gate-and-up-not-in-turns": Mutation("extensions/cpu/products.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/extensions/test_cpu_tiles.py"),
     "prefill-sees-the-future": Mutation("extensions/cpu/prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/extensions/test_cpu_tiles.py"),
     "prefill-no-shrink": Mutation("extensions/cpu/prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/extensions/test_cpu_tiles.py"),
     "prefill-reads-the-tail": Mutation("extensions/cpu/prefill.c", "            if (position >= end) continue;\n", "", "tests/extensions/test_cpu_tiles.py"),

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from nanobatch import paged_attention
-from nanobatch.attention import AttentionArgs, PagedAttend, masked_attention
+from nanobatch.attention import PagedAttend, choose_backend, masked_attention
 from nanobatch.attention_masks import (
     block_diagonal_mask,
     causal_mask,
@@ -33,8 +33,10 @@ from nanobatch.attention_masks import (
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu import library as cpu_library
-from nanobatch.kernels import gather as sequence_groups
-from nanobatch.kernels.ops import apply_rope, rms_norm, rope_and_write, silu_mul
+from nanobatch.kernels import gather
+from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.ops import apply_rope
+from nanobatch.models.decoder import AttentionArgs
 from nanobatch.utils.arithmetic import cdiv
 
 NAN, INF = float("nan"), float("inf")
@@ -42,13 +44,14 @@ ATOL = 2e-5
 
 
 @pytest.fixture(autouse=True, params=["c", "torch"])
-def kernels(request, monkeypatch):
+def backend(request, monkeypatch):
     """All of it twice: with the CPU's kernels where there is a compiler, and without."""
     torch.manual_seed(0)
     if request.param == "torch":
         monkeypatch.setattr(cpu_kernels, "elementwise", lambda *x: None)
     elif cpu_library.compiler() is None:
         pytest.skip("no C compiler")
+    return choose_backend(request.param, "cpu", block_size=16)
 
 
 # (keys already cached, tokens of this step) of each sequence: decodes, prompts, chunks.
@@ -290,13 +293,13 @@ def test_more_decodes_than_one_group_holds(block_size, window):
     random = Random(1)
     shapes = [(random.randrange(60), 1) for _ in range(60 * block_size)]
     num_blocks = sum(cdiv(before + 1, block_size) for before, _ in shapes)
-    assert num_blocks > 2 * sequence_groups.MAX_GROUP_BLOCKS
+    assert num_blocks > 2 * gather.MAX_GROUP_BLOCKS
     Case([*shapes, (3, 5)], block_size, H=2, K=1, D=8).check(sliding_window=window)
 
 
 @pytest.mark.parametrize("max_group_blocks", [1, 3, 7, 10**9])
 def test_how_decodes_are_grouped_does_not_matter(max_group_blocks, monkeypatch):
-    monkeypatch.setattr(sequence_groups, "MAX_GROUP_BLOCKS", max_group_blocks)
+    monkeypatch.setattr(gather, "MAX_GROUP_BLOCKS", max_group_blocks)
     for window in (None, 3):
         Case([(n, 1) for n in (30, 0, 4, 3, 7, 8, 1)], block_size=4).check(
             sliding_window=window
@@ -363,15 +366,14 @@ def test_an_unknown_backend_is_refused_by_name():
 # ---- writing to the cache --------------------------------------------------------------
 
 
-def test_a_token_is_written_to_its_slot_and_to_no_other():
+def test_a_token_is_written_to_its_slot_and_to_no_other(backend):
     N, K, P, D, T = 3, 2, 4, 8, 6
     slots = [5, -1, 11, 0, -1, 6]
     k_TKD, v_TKD = torch.randn(T, K, D), torch.randn(T, K, D)
     k_cache, v_cache = torch.zeros(N, K, P, D), torch.zeros(N, K, P, D)
     no_turn = torch.ones(T, D // 2), torch.zeros(T, D // 2)
-    rope_and_write(
-        torch.randn(T, 4, D), k_TKD, v_TKD, *no_turn, k_cache, v_cache, torch.tensor(slots)
-    )
+    q_THD, cache = torch.randn(T, 4, D), KVCache(k_cache, v_cache)
+    backend.rope_and_write(q_THD, k_TKD, v_TKD, *no_turn, cache, torch.tensor(slots))
     for x_TKD, cache in ((k_TKD, k_cache), (v_TKD, v_cache)):
         wanted = torch.zeros(N, K, P, D)
         for t, slot in enumerate(slots):
@@ -380,26 +382,27 @@ def test_a_token_is_written_to_its_slot_and_to_no_other():
         assert torch.equal(cache, wanted)
 
 
-def test_slots_of_minus_one_write_nowhere():
+def test_slots_of_minus_one_write_nowhere(backend):
     cache = torch.full((2, 1, 4, 2), 7.0)
     angles = torch.ones(3, 1), torch.zeros(3, 1)
     x = torch.full((3, 1, 2), NAN)
-    rope_and_write(x, x, x, *angles, cache, cache, torch.full((3,), PADDING_SLOT))
+    slots = torch.full((3,), PADDING_SLOT)
+    backend.rope_and_write(x, x, x, *angles, KVCache(cache, cache), slots)
     assert (cache == 7.0).all()
 
 
-def test_attend_rotates_writes_and_attends():
+def test_attend_rotates_writes_and_attends(backend):
     """PagedAttend from nothing but q, k, v: prompt and decode, two layers that differ."""
     H, K, D, P = 4, 2, 8, 4
     torch.manual_seed(0)
     prompt = [torch.randn(6, n, D) for n in (H, K, K)]
     angles_TR = torch.arange(6.0).unsqueeze(1) * torch.rand(D // 2)
-    caches = [tuple(torch.full((3, K, P, D), NAN) for _ in range(2)) for _ in range(2)]
+    caches = [KVCache(*torch.full((2, 3, K, P, D), NAN)) for _ in range(2)]
     outs = []
     for positions in (slice(0, 4), slice(4, 5), slice(5, 6)):
         num_tokens = positions.stop - positions.start
         batch = pack([Row([0] * num_tokens, positions.start, [2, 1])], P)
-        attend = PagedAttend(batch, caches)
+        attend = PagedAttend(batch, caches, backend)
         q, k, v = (x[positions] for x in prompt)
         cos, sin = angles_TR[positions].cos(), angles_TR[positions].sin()
         everything, window = AttentionArgs(None, D**-0.5), AttentionArgs(2, D**-0.5)
@@ -592,15 +595,15 @@ def test_a_row_without_tokens_or_room_is_refused(bad):
 # ---- small operations against transformers' Llama --------------------------------------
 
 
-def test_rms_norm_equals_transformers():
+def test_rms_norm_equals_transformers(backend):
     theirs = modeling_llama.LlamaRMSNorm(48, eps=1e-3)
     theirs.weight.data = torch.randn(48)
     x, residual = 0.05 * torch.randn(5, 48), 0.05 * torch.randn(5, 48)
     with torch.no_grad():
-        normed, carried = rms_norm(x, theirs.weight, 1e-3)
+        normed, carried = backend.rms_norm(x, theirs.weight, 1e-3)
         torch.testing.assert_close(normed, theirs(x))
         assert torch.equal(carried, x)
-        normed, carried = rms_norm(x, theirs.weight, 1e-3, residual)
+        normed, carried = backend.rms_norm(x, theirs.weight, 1e-3, residual)
         torch.testing.assert_close(normed, theirs(x + residual))
         assert torch.equal(carried, x + residual)
 
@@ -621,12 +624,12 @@ def test_rope_keeps_the_number_format():
     assert apply_rope(x, torch.ones(3, 4), torch.zeros(3, 4)).dtype == torch.bfloat16
 
 
-def test_silu_mul_equals_transformers():
+def test_silu_mul_equals_transformers(backend):
     config = LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
     mlp = modeling_llama.LlamaMLP(config)
     x = torch.randn(5, 16)
     gate_up = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], dim=-1)
-    torch.testing.assert_close(mlp.down_proj(silu_mul(gate_up)), mlp(x))
+    torch.testing.assert_close(mlp.down_proj(backend.silu_mul(gate_up)), mlp(x))
 
 
 @pytest.mark.parametrize(

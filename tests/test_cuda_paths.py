@@ -223,8 +223,8 @@ def test_the_pool_is_what_the_largest_step_leaves(
     left = cache_bytes(GpuMemory(141 * GIB, GIB, GIB, 2 * GIB), 0.1, cuda_graphs)
     size = bytes_per_block(MODEL_PRESETS["tiny"], 16, torch.bfloat16)
     assert runner.config.num_blocks == left // size < MAX_AUTO_BLOCKS
-    assert runner.caches[0][0].shape[0] == runner.config.num_blocks
-    assert all(cache.is_cuda for pair in runner.caches for cache in pair)
+    assert runner.caches[0].keys.shape[0] == runner.config.num_blocks
+    assert all(part.is_cuda for cache in runner.caches for part in cache.parts)
 
 
 def test_ranks_take_a_pool_that_fits_all_of_them(launches, numbers_are_zero, monkeypatch):
@@ -239,7 +239,7 @@ def test_ranks_take_a_pool_that_fits_all_of_them(launches, numbers_are_zero, mon
     config = EngineConfig(cuda_graphs=False, tensor_parallel_size=2, max_num_seqs=3)
     with FakeTensorMode():
         runner = ModelRunner(fake_decoder(ranks=Ranks(0, 2)), config)
-    assert runner.config.num_blocks == 40 == runner.caches[0][0].shape[0]
+    assert runner.config.num_blocks == 40 == runner.caches[0].keys.shape[0]
 
 
 def test_memory_that_does_not_suffice_is_a_value_error(launches, numbers_are_zero, monkeypatch):
@@ -305,7 +305,7 @@ def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches,
         model = fake_decoder("llama-3.1-8b", ranks=Ranks(1, 4))
         engine_config = EngineConfig(num_blocks=40, cuda_graphs=False, tensor_parallel_size=4)
         runner = ModelRunner(model, engine_config)
-        assert runner.caches[0][0].shape[1] == config.num_kv_heads // 4
+        assert runner.caches[0].keys.shape[1] == config.num_kv_heads // 4
 
         def forward(batch):
             with OnlyOnGpu():
@@ -345,7 +345,7 @@ def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkey
     monkeypatch.setattr("nanobatch.sampler.torch.stack", stack)
     with FakeTensorMode():
         runner = ModelRunner(fake_decoder(), config)
-        assert runner.backend == "triton" and runner.graphs.sizes == [1, 2, 4, 8]
+        assert runner.backend.name == "triton" and runner.graphs.sizes == [1, 2, 4, 8]
         engine = LLMEngine(runner.config, runner)
         for i, params in enumerate(kinds):
             engine.add_request([1] * (9 + i), params)

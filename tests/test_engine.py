@@ -415,7 +415,7 @@ class Poison:
             is_free_NP[list(self.full)] = False
         is_free_NP[[device for device, _ in plan.swap_out]] = False  # yet to be copied
         is_free_N1P1 = is_free_NP[:, None, :, None].to(self.runner.device)
-        for k_cache_NKPD, v_cache_NKPD in self.runner.caches:
+        for k_cache_NKPD, v_cache_NKPD in (cache.parts for cache in self.runner.caches):
             k_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
             v_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
         result = self.runner.run(plan)

@@ -25,7 +25,8 @@ from nanobatch.attention_masks import (
     wasted_share,
 )
 from nanobatch.batch import Row, pack
-from nanobatch.kernels.ops import apply_rope, write_to_cache
+from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.ops import apply_rope
 from nanobatch.models.loader import load
 from nanobatch.utils.arithmetic import cdiv
 
@@ -105,7 +106,7 @@ def run_paged(q_THD, k_TKD, v_TKD, query_lens, window):
         num_blocks += cdiv(n, P)
     k_cache, v_cache = (torch.full((num_blocks + 1, K, P, D), NAN) for _ in range(2))
     whole = pack([Row([0] * n, 0, t) for n, t in zip(LENS, tables, strict=True)], P)
-    write_to_cache(k_TKD, v_TKD, k_cache, v_cache, whole.slot_mapping_T)
+    KVCache(k_cache, v_cache).write(k_TKD, v_TKD, whole.slot_mapping_T)
     rows = zip(LENS, query_lens, tables, strict=True)
     batch = pack([Row([0] * t, n - t, table) for n, t, table in rows], P)
     return paged_attention(q_THD, k_cache, v_cache, batch, scale=SCALE, sliding_window=window)

@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from nanobatch.attention import paged_attention
+from nanobatch.attention import choose_backend, paged_attention
 from nanobatch.batch import Batch, Row, pack
 from nanobatch.bench import flags, report
 from nanobatch.bench.hardware import (
@@ -34,7 +34,7 @@ from nanobatch.bench.hardware import (
     num_copies,
     seconds_of,
 )
-from nanobatch.kernels.ops import rms_norm, rope_and_write, silu_mul
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.models.decoder import NUM_EXACT_LOGITS
 from nanobatch.utils.arithmetic import cdiv, keys_seen
 from nanobatch.utils.device import resolve_device, resolve_dtype
@@ -230,24 +230,26 @@ class KernelBench:
         T, S, E, V = NUM_TOKENS[self.device.type], NUM_SAMPLING, HIDDEN, VOCAB
         H, K, D = SHAPES["llama-3-8b"]
         itemsize, wide = self.dtype.itemsize, torch.float32
+        ops = choose_backend("auto", self.device, BLOCK_SIZE)
 
         def randn(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.randn(shape, device=self.device, dtype=dtype)
 
         def norm() -> Call:
             x_TE, residual_TE, weight_E = randn(T, E), randn(T, E, dtype=wide), randn(E)
-            return lambda: rms_norm(x_TE, weight_E, 1e-5, residual_TE)
+            return lambda: ops.rms_norm(x_TE, weight_E, 1e-5, residual_TE)
 
         def rope() -> Call:
             q_THD, k_TKD, v_TKD = randn(T, H + 2 * K, D).split([H, K, K], dim=1)
             cos_TR, sin_TR = randn(2, T, D // 2, dtype=wide)
-            caches = [randn(cdiv(T, BLOCK_SIZE), K, BLOCK_SIZE, D) for _ in range(2)]
+            cache = KVCache(*(randn(cdiv(T, BLOCK_SIZE), K, BLOCK_SIZE, D) for _ in range(2)))
+            inputs = (q_THD, k_TKD, v_TKD, cos_TR, sin_TR, cache)
             slots_T = torch.randperm(T, device=self.device)
-            return lambda: rope_and_write(q_THD, k_TKD, v_TKD, cos_TR, sin_TR, *caches, slots_T)
+            return lambda: ops.rope_and_write(*inputs, slots_T)
 
         def silu() -> Call:
             gate_up_TF = randn(T, 2 * INTERMEDIATE)
-            return lambda: silu_mul(gate_up_TF)
+            return lambda: ops.silu_mul(gate_up_TF)
 
         def argmax() -> Call:
             logits_SV = randn(S, V, dtype=wide)

@@ -21,11 +21,11 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nanobatch.attention import AttentionArgs, masked_attention
+from nanobatch.attention import masked_attention
 from nanobatch.attention_masks import padded_mask
 from nanobatch.extensions.quantized_cache import LARGEST, dequantize, quantize
 from nanobatch.kernels.ops import apply_rope
-from nanobatch.models.decoder import Decoder
+from nanobatch.models.decoder import AttentionArgs, Decoder
 
 
 class PaddedAttend:

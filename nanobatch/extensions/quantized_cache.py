@@ -1,27 +1,25 @@
-"""What a layer's KV cache is made of: keys and values as they are, or in 8 bits with scales.
+"""A KV cache in 8 bits: int8 or float8 e4m3, with a scale for each row.
 
     kv_cache_dtype   a token's keys (or values) of one KV head, D = 64          bytes
     "auto"           64 numbers of the model's bfloat16                         128
     "int8"           64 integers in -127 .. 127, and their scale in bfloat16     66
     "fp8"            64 of float8 e4m3, up to 448, and their scale               66
 
-Each row of D numbers has a scale of its own: its largest magnitude over the largest that the
-format holds. Dividing by the scale as it was rounded to bfloat16 makes the scale's own rounding
-harmless: what is read is off by at most half a step of int8 (0.4% of the row's largest) or a
-relative 2**-4 (e4m3). bfloat16 and not float16, since a scale may be anything a float32 is.
-
-    cache of a layer    (k_cache_NKPD, v_cache_NKPD)
-    in 8 bits           (k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP)
+Each row of D numbers has its own scale: its largest magnitude divided by the largest number of
+the format. Rows are divided by the scale as rounded to bfloat16, so that the scale's rounding
+does no harm: what is read is off by at most half a step of int8 (0.4% of the row's largest) or
+a relative 2**-4 (e4m3). bfloat16 and not float16, since a scale has float32's range.
 
 Always holds: what is stored for a token depends on that token alone, so that batch mates,
-chunks and preemption change nothing (invariant 12), but where a number lies so close to the
-middle between two of the format that the order of a sum decides: a logit may then move by some
-hundredths, and a token that was a close call. A row with a NaN or an infinity is read as
-numbers that are not finite (invariant 15); so is a slot whose scale is NaN.
+chunks and preemption change nothing (invariant 12), with one exception: where a number lies so
+close to the middle between two numbers of the format that the order of a sum decides, a logit
+may move by some hundredths, and with it a token that was a close call. A row with a NaN or an
+infinity is read as numbers that are not finite (invariant 15); so is a slot whose scale is NaN.
 
-Triton's kernels and C's multiply what their products give by the scales; torch multiplies what
-it gathers, and C what it packs for prompts. SmolLM2's perplexity moves by 0.4% with int8 and by
-about 1% with fp8. On a CPU the speed stays what it is; a GPU's is not yet measured.
+torch multiplies what it gathers by the scales; Triton's kernels (extensions/
+quantized_kernels.py) and C's multiply what their products give, C's for prompts what they pack.
+SmolLM2's perplexity moves by 0.4% with int8 and by about 1% with fp8. On a CPU the speed stays
+what it is; a GPU's is not yet measured.
 
 Sources: scales for each token and head: KIVI (Liu et al., ICML 2024) for values, LMDeploy
 for both; e4m3: Micikevicius et al., 2022; vLLM has the option's name.
@@ -29,25 +27,86 @@ for both; e4m3: Micikevicius et al., 2022; vLLM has the option's name.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from nanobatch.kernels.kv_cache import KVCache, put_rows
+from nanobatch.kernels.ops import Ops
 
 LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}  # of each format of 8 bits
 SCALE_DTYPE = torch.bfloat16
 SMALLEST_SCALE = 1e-30  # of a row of zeros, so that none is divided by zero
 FP8_CAPABILITY = (8, 9)  # of a GPU that converts e4m3: Triton refuses it for those below
 
-Cache = tuple[Tensor, ...]  # of a layer: (k_cache_NKPD, v_cache_NKPD), maybe their scales
+
+@dataclass
+class QuantizedCache(KVCache):
+    """One layer's keys and values in 8 bits.
+
+    keys, values: int8 or float8 [N, K, P, D]. k_scales, v_scales: bfloat16 [N, K, P].
+    """
+
+    k_scales: Tensor
+    v_scales: Tensor
+
+    def __post_init__(self) -> None:
+        for numbers, scales in ((self.keys, self.k_scales), (self.values, self.v_scales)):
+            if numbers.dtype not in LARGEST:
+                kinds = ", ".join(map(str, LARGEST))
+                raise ValueError(f"a cache is {numbers.dtype}; it must be one of {kinds}")
+            wanted = (numbers.shape[:3], SCALE_DTYPE)
+            given = (None, None) if scales is None else (scales.shape, scales.dtype)
+            if given != wanted:
+                raise ValueError(
+                    f"a cache of {numbers.dtype} has scales of {given[1]}, shape {given[0]}; "
+                    f"they must be {wanted[1]}, shape {wanted[0]}"
+                )
+
+    @classmethod
+    def allocate(
+        cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> QuantizedCache:
+        """An empty cache of shape [N, K, P, D]; dtype: int8 or float8."""
+        kinds = [(shape, dtype)] * 2 + [(shape[:3], SCALE_DTYPE)] * 2
+        return cls(*(torch.empty(size, dtype=kind, device=device) for size, kind in kinds))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All of its tensors; the first dimension of each is N."""
+        return self.keys, self.values, self.k_scales, self.v_scales
+
+    def raw_parts(self) -> tuple[Tensor, ...]:
+        """See KVCache.raw_parts."""
+        return tuple(as_bytes(part) for part in self.parts)
+
+    def write_rows(self, rows: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """See KVCache.write_rows."""
+        halves = (self.keys, self.k_scales, k_TKD), (self.values, self.v_scales, v_TKD)
+        for numbers, scales, x_TKD in halves:
+            quantized_TKD, scale_TK = quantize(x_TKD, numbers.dtype)
+            put_rows(as_bytes(numbers), rows, as_bytes(quantized_TKD))
+            scales.view(-1).index_copy_(0, rows, scale_TK.flatten())
+
+    def gather(self, runs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See KVCache.gather; the numbers times their scales, in dtype."""
+        P, D = self.keys.shape[2:]
+        halves = (self.keys, self.k_scales), (self.values, self.v_scales)
+        found = []
+        for numbers, scales in halves:
+            x = as_bytes(numbers).view(-1, P * D).index_select(0, runs)
+            scale = scales.view(-1, P).index_select(0, runs)
+            found.append(dequantize(x.view(numbers.dtype).view(-1, P, D), scale, dtype))
+        return tuple(found)
 
 
-def resolve_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """EngineConfig.kv_cache_dtype as torch knows it; "auto" is the model's.
+def resolve_cache_dtype(name: str, device: torch.device) -> torch.dtype:
+    """EngineConfig.kv_cache_dtype, "int8" or "fp8", as torch knows it.
 
     Raises:
         ValueError: "fp8" on a GPU that cannot convert it.
     """
-    if name == "auto":
-        return dtype
     if name == "int8":
         return torch.int8
     if device.type == "cuda":
@@ -60,19 +119,17 @@ def resolve_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> 
     return torch.float8_e4m3fn
 
 
-def new_cache(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-) -> Cache:
-    """A layer's cache of shape [N, K, P, D]. Not zeroed: memory that no block uses is never
-    touched (invariant 14)."""
-    kinds = [(shape, dtype)] * 2
-    if dtype in LARGEST:
-        kinds += [(shape[:3], SCALE_DTYPE)] * 2
-    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds)
+def over_8_bits(backend: Ops) -> Ops:
+    """The backend that reads and writes caches in 8 bits like this one does others."""
+    if backend.name != "triton":
+        return backend  # torch goes through the cache's methods; C has kernels for both
+    from nanobatch.extensions.quantized_kernels import QuantizedTritonBackend
+
+    return QuantizedTritonBackend()
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A part of a cache for copying: torch has no copies of some rows in float8."""
+    """The same memory as int8 if x is float8: torch cannot copy single rows of float8."""
     return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
 
 

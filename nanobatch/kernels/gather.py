@@ -24,36 +24,10 @@ from torch import Tensor
 
 from nanobatch.attention_masks import visible
 from nanobatch.batch import Batch
-from nanobatch.extensions.quantized_cache import as_bytes, dequantize
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.utils.arithmetic import cdiv
 
 MAX_GROUP_BLOCKS = 256
-
-
-def decodes(batch: Batch, window: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the sequences with one query: block tables, token, first and end of what it sees."""
-    is_decode_S = batch.query_start_loc.diff() == 1
-    end_S = batch.seq_lens_S[is_decode_S].int()
-    start_S = torch.zeros_like(end_S) if window is None else (end_S - window).clamp(min=0)
-    token_S = batch.query_start_loc[:-1][is_decode_S].long()
-    return batch.block_tables_SB[is_decode_S].int(), token_S, start_S, end_S
-
-
-def pieces(batch: Batch, max_len: int) -> tuple[Tensor, Tensor]:
-    """Of the sequences with several queries: all block tables, and int32 [I, 4] pieces of at
-    most max_len queries: sequence, first token, number of tokens, position of the first.
-
-    The last ones of a sequence see the most keys: they come first.
-    """
-    starts = batch.query_start_loc.tolist()
-    found = []
-    for row, seq_len in enumerate(batch.seq_lens_S.tolist()):
-        start, end = starts[row], starts[row + 1]
-        if end - start > 1:
-            for first in range(start, end, max_len):
-                found.append((row, first, min(max_len, end - first), seq_len - end + first))
-    found.sort(key=lambda piece: piece[3], reverse=True)
-    return batch.block_tables_SB.int(), torch.tensor(found, dtype=torch.int32).view(-1, 4)
 
 
 @dataclass
@@ -75,19 +49,15 @@ class Group:
     mask: Tensor | None
     tail: Tensor
 
-    def gather(
-        self, cache_NKPD: Tensor, scale_NKP: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """[S, K, L, D]: the cached keys (or values) in order of position; those of 8 bits
-        times their scales, in dtype."""
+    def gather(self, cache: KVCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[S, K, L, D] twice: the cached keys and values in order of position, in dtype."""
         S, K, B = self.shape
-        P, D = cache_NKPD.shape[2:]
-        x = as_bytes(cache_NKPD).view(-1, P * D).index_select(0, self.rows)
-        if scale_NKP is not None:
-            scale = scale_NKP.view(-1, P).index_select(0, self.rows)
-            x = dequantize(x.view(cache_NKPD.dtype).view(-1, P, D), scale, dtype)
-        x.view(-1, D).index_fill_(0, self.tail, 0)
-        return x.view(S, K, B * P, D)[:, :, : self.num_keys]
+        found = []
+        for x in cache.gather(self.rows, dtype):
+            P, D = x.shape[1:]
+            x.view(-1, D).index_fill_(0, self.tail, 0)
+            found.append(x.view(S, K, B * P, D)[:, :, : self.num_keys])
+        return tuple(found)
 
 
 def make_groups(
@@ -95,28 +65,28 @@ def make_groups(
     num_kv_heads: int,
     block_size: int,
     window: int | None,
-    with_decodes: bool,
-    with_prefills: bool,
+    decodes: bool,
+    prefills: bool,
 ) -> Iterator[Group]:
     """Single-query sequences in groups of like length, then each longer one alone."""
-    how = (num_kv_heads, block_size, window)
+    layout = (num_kv_heads, block_size, window)
     starts = batch.query_start_loc.tolist()
     query_lens_S = batch.query_start_loc.diff()
     first_block_S = _first_visible_block(batch.seq_lens_S, query_lens_S, block_size, window)
     num_blocks = (cdiv(batch.seq_lens_S, block_size) - first_block_S).tolist()
     query_lens = query_lens_S.tolist()
     singles = [row for row, query_len in enumerate(query_lens) if query_len == 1]
-    singles = sorted(singles, key=lambda row: num_blocks[row]) if with_decodes else []
+    singles = sorted(singles, key=lambda row: num_blocks[row]) if decodes else []
     while singles:
         rows = [singles.pop()]  # the longest first: it sets the group's width
         while singles and (len(rows) + 1) * num_blocks[rows[0]] <= MAX_GROUP_BLOCKS:
             rows.append(singles.pop())
         tokens = batch.query_start_loc[rows].long()
-        yield _make_group(batch, rows, tokens, *how)
+        yield _make_group(batch, rows, tokens, *layout)
     for row, query_len in enumerate(query_lens):
-        if query_len > 1 and with_prefills:
+        if query_len > 1 and prefills:
             tokens = slice(starts[row], starts[row + 1])
-            yield _make_group(batch, [row], tokens, *how)
+            yield _make_group(batch, [row], tokens, *layout)
 
 
 def _first_visible_block(

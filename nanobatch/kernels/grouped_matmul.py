@@ -1,11 +1,11 @@
-"""Many experts' products in one launch: grouped_matmul in Triton.
+"""The products of many experts in one launch, in Triton.
 
     rows      0 1 2 3 4 | 5 | 6 7 8 ...      sorted by expert
     tiles     [0 1 2 3]  [5]  [6 7 8 .]      of BLOCK_M rows, each within one expert
               [4 . . .]
 
-How many tiles there are the host does not know, only how many there can be: one for every
-BLOCK_M rows and one more for each expert. Those that are left over have expert -1 and return.
+The host does not know how many tiles there are, only how many there can be: one for every
+BLOCK_M rows and one more for each expert. Programs without a tile have expert -1 and return.
 
 Always holds: rows are computed alike wherever they lie in a tile; nothing is written past M.
 
@@ -66,7 +66,7 @@ def grouped_matmul_kernel(
 
 
 def triton_grouped_matmul(x_MK: Tensor, weight_XNK: Tensor, counts_X: Tensor) -> Tensor:
-    """See mixture_of_experts.grouped_matmul."""
+    """See Ops.grouped_matmul."""
     (M, K), (X, N, _) = x_MK.shape, weight_XNK.shape
     tiles = lay_tiles(counts_X, M)
     out_MN = x_MK.new_empty(M, N)

@@ -1,7 +1,7 @@
-"""How one launch of the attention kernel is cut into programs, and what each of them reads.
+"""Launch configuration: how the attention kernel's work is divided between its programs.
 
 Plain arithmetic on shapes: it can be read, tested and drawn without a GPU and without Triton.
-The cut depends on the batch's shape alone, never on sequence lengths on the device: a captured
+It depends on the batch's shape alone, never on sequence lengths on the device: a captured
 graph stays right while its sequences grow, and the grid is known without waiting for the GPU.
 
 Taught in notebooks/06_the_triton_kernel.ipynb. Sources: the unified Triton attention of vLLM;
@@ -20,7 +20,7 @@ MAX_SPLITS = 64
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How one launch is cut up. Numbers of rows, keys, programs."""
+    """The sizes of one launch: rows, keys, programs."""
 
     block_m: int  # rows of a program's products
     block_q: int  # query tokens of a program
@@ -41,38 +41,30 @@ def choose_launch_config(
     head_dim: int,
     itemsize: int,
     num_sms: int,
-    is_quantized: bool = False,
+    max_rows: int = 128,
 ) -> LaunchConfig:
     """Choose the launch from shapes alone, never from sequence lengths on the device.
 
-    Rows: as many as the longest query fills, from 16 (tl.dot's least) to 128; 64 for large
+    Rows: as many as the longest query fills, from 16 (tl.dot's least) to max_rows; 64 for large
     heads, 16 in float32, which has no matrix units and would run out of registers (read from
-    the machine code: tests/test_compiled_kernels.py). Keys: tiles of 64, fewer for large
-    heads. Warps: 8 where a product's result would fill the registers of 4. Caches in 8 bits
-    take registers for their conversion: at most 64 rows, half the keys, and all the registers
-    there are, since the compiler would rather spill a few to fit one more program. Splits:
-    only when all decode, and then enough for two programs a multiprocessor, a power of two,
-    at most MAX_SPLITS.
+    the machine code: tests/kernels/test_compiled_kernels.py). Keys: tiles of 64, fewer for
+    large heads. Warps: 8 where a product's result would fill the registers of 4. Splits: only
+    when all decode, and then enough for two programs a multiprocessor, a power of two, at most
+    MAX_SPLITS.
 
     Args:
         num_tokens, num_seqs, max_query_len: T, S, and the most query tokens of a sequence.
         num_heads, num_kv_heads, head_dim: H, K, D.
         itemsize: bytes of one number of the products, the queries'.
         num_sms: multiprocessors of the GPU.
-        is_quantized: the cache is in 8 bits, and converted in registers.
+        max_rows: the most rows of a program, a power of two.
     """
     group = num_heads // num_kv_heads
     is_large, is_float32 = head_dim > 128, itemsize == 4
-    most_rows = 16 if is_float32 else 64 if is_large or is_quantized else 128
-    tile = 64 if not is_large else 16 if is_float32 else 32
-    rows = min(max_query_len * group, most_rows)
+    max_rows = min(max_rows, 16 if is_float32 else 64 if is_large else 128)
+    rows = min(max_query_len * group, max_rows)
     block_m = max(16, next_power_of_two(group), next_power_of_two(rows))
     block_q = block_m // group
-    num_warps = 8 if block_m >= (128 if head_dim <= 64 else 64) else 4
-    if is_quantized and is_float32:
-        tile, num_warps = 16, 8
-    elif is_quantized:
-        tile //= 2
     num_splits = 1
     if max_query_len == 1:
         num_splits = next_power_of_two(cdiv(2 * num_sms, num_seqs * num_kv_heads))
@@ -80,17 +72,16 @@ def choose_launch_config(
     return LaunchConfig(
         block_m=block_m,
         block_q=block_q,
-        tile=tile,
+        tile=64 if not is_large else 16 if is_float32 else 32,
         num_splits=num_splits,
         grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
-        num_warps=num_warps,
+        num_warps=8 if block_m >= (128 if head_dim <= 64 else 64) else 4,
         num_stages=2,
-        max_registers=255 if is_quantized else None,
     )
 
 
 def keys_of_program(
-    plan: LaunchConfig,
+    launch: LaunchConfig,
     query_start_loc: Sequence[int],
     seq_lens: Sequence[int],
     query_block: int,
@@ -102,20 +93,20 @@ def keys_of_program(
     Keys are positions; first == end for a program that reads nothing. It reads
     2 * (end - first) * head_dim numbers of the cache: keys and values of one KV head.
     """
-    owns = [start // plan.block_q + s for s, start in enumerate(query_start_loc[:-1])]
+    owns = [start // launch.block_q + s for s, start in enumerate(query_start_loc[:-1])]
     seq = max(s for s, first in enumerate(owns) if first <= query_block)
     query_len = query_start_loc[seq + 1] - query_start_loc[seq]
-    first_query = (query_block - owns[seq]) * plan.block_q
+    first_query = (query_block - owns[seq]) * launch.block_q
     if first_query >= query_len:
         return seq, 0, 0
     context_len = seq_lens[seq] - query_len
-    last_query = min(first_query + plan.block_q, query_len) - 1
-    end_tile = cdiv(context_len + last_query + 1, plan.tile)
+    last_query = min(first_query + launch.block_q, query_len) - 1
+    end_tile = cdiv(context_len + last_query + 1, launch.tile)
     first_tile = 0
     if sliding_window is not None:
-        first_tile = max(context_len + first_query - sliding_window + 1, 0) // plan.tile
-    tiles_per_split = cdiv(end_tile - first_tile, plan.num_splits)
+        first_tile = max(context_len + first_query - sliding_window + 1, 0) // launch.tile
+    tiles_per_split = cdiv(end_tile - first_tile, launch.num_splits)
     first_tile += split * tiles_per_split
     end_tile = min(end_tile, first_tile + tiles_per_split)
-    end = min(end_tile * plan.tile, seq_lens[seq])
-    return seq, min(first_tile * plan.tile, end), end
+    end = min(end_tile * launch.tile, seq_lens[seq])
+    return seq, min(first_tile * launch.tile, end), end

@@ -1,4 +1,4 @@
-"""The Triton references of kernels/ops.py: each number is read once and written once.
+"""The operations of kernels/ops.py in Triton: each number is read once and written once.
 
 None of these multiplies matrices, so all that counts is memory: the work of torch's separate
 operations (add, square, mean, multiply, ...) is done on one pass through registers.
@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanobatch.extensions.quantized_cache import LARGEST, SMALLEST_SCALE
+from nanobatch.kernels.grouped_matmul import triton_grouped_matmul
+from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.ops import Ops
 from nanobatch.utils.arithmetic import cdiv
 
 SILU_BLOCK = 1024  # elements of a program
@@ -55,7 +57,7 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def _load(from_ptr, where_XR, is_XR, R: tl.constexpr):
+def load_heads(from_ptr, where_XR, is_XR, R: tl.constexpr):
     """Some heads in two halves: elements i and i + R."""
     a_XR = tl.load(from_ptr + where_XR, mask=is_XR, other=0.0).to(tl.float32)
     b_XR = tl.load(from_ptr + where_XR + R, mask=is_XR, other=0.0).to(tl.float32)
@@ -63,14 +65,14 @@ def _load(from_ptr, where_XR, is_XR, R: tl.constexpr):
 
 
 @triton.jit
-def _rotate(a_XR, b_XR, cos_R, sin_R):
+def rotate(a_XR, b_XR, cos_R, sin_R):
     """Rotate each pair (i, i + R) of some heads by angle i."""
     cos_XR, sin_XR = cos_R[None, :], sin_R[None, :]
     return a_XR * cos_XR - b_XR * sin_XR, b_XR * cos_XR + a_XR * sin_XR
 
 
 @triton.jit
-def _store(to_ptr, where_XR, is_XR, a_XR, b_XR, R: tl.constexpr):
+def store_heads(to_ptr, where_XR, is_XR, a_XR, b_XR, R: tl.constexpr):
     """Both halves, in the number format of where they go."""
     element = to_ptr.dtype.element_ty
     tl.store(to_ptr + where_XR, a_XR.to(element), mask=is_XR)
@@ -78,37 +80,10 @@ def _store(to_ptr, where_XR, is_XR, a_XR, b_XR, R: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(x_XR):
-    """|x|, and infinity for NaN, which a maximum would pass over (invariant 15)."""
-    return tl.where(x_XR == x_XR, tl.abs(x_XR), float("inf"))
-
-
-@triton.jit
-def _write(
-    cache_ptr, scale_ptr, slot_X1, r_R, is_X1, is_XR, a_XR, b_XR,
-    D: tl.constexpr, R: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
-):  # fmt: skip
-    """Some heads into their slots of a cache; into 8 bits as kv_cache.quantize does."""
-    if LARGEST > 0:
-        largest_XR = tl.maximum(_magnitude(a_XR), _magnitude(b_XR))
-        scale_X1 = tl.max(largest_XR, 1, keep_dims=True) / LARGEST
-        scale_X1 = tl.maximum(scale_X1, SMALLEST_SCALE).to(scale_ptr.dtype.element_ty)
-        tl.store(scale_ptr + slot_X1, scale_X1, mask=is_X1)
-        scale_X1 = scale_X1.to(tl.float32)
-        a_XR, b_XR = a_XR / scale_X1, b_XR / scale_X1
-        if cache_ptr.dtype.element_ty == tl.int8:
-            a_XR, b_XR = tl.floor(a_XR + 0.5), tl.floor(b_XR + 0.5)
-        a_XR, b_XR = tl.clamp(a_XR, -LARGEST, LARGEST), tl.clamp(b_XR, -LARGEST, LARGEST)
-    _store(cache_ptr, slot_X1 * D + r_R[None, :], is_XR, a_XR, b_XR, R)
-
-
-@triton.jit
 def rope_and_write_kernel(
     q_out_ptr,  # [T, H, D] the rotated queries
     k_cache_ptr,  # [N, K, P, D]
     v_cache_ptr,  # [N, K, P, D]
-    k_scale_ptr,  # [N, K, P] of each token's keys, if the caches are in 8 bits
-    v_scale_ptr,  # [N, K, P] of each token's values
     q_ptr,  # [T, H, D]; heads and elements contiguous, as of k and v
     k_ptr,  # [T, K, D]
     v_ptr,  # [T, K, D]
@@ -125,8 +100,6 @@ def rope_and_write_kernel(
     R: tl.constexpr,  # D / 2
     R_PAD: tl.constexpr,  # the next power of two
     HEADS: tl.constexpr,  # heads of a program, a power of two
-    LARGEST: tl.constexpr,  # number that the caches' 8 bits hold; 0: they are not quantized
-    SMALLEST_SCALE: tl.constexpr,
 ):
     """One program takes HEADS heads of one token: the first programs queries, the rest keys."""
     token = tl.program_id(0).to(tl.int64)
@@ -142,9 +115,9 @@ def rope_and_write_kernel(
         is_XR = (head_X < H) & is_r_R[None, :]
         where_XR = head_X * D + r_R[None, :]
         to_ptr, from_ptr = q_out_ptr + token * (H * D), q_ptr + token * q_stride
-        a_XR, b_XR = _load(from_ptr, where_XR, is_XR, R)
-        a_XR, b_XR = _rotate(a_XR, b_XR, cos_R, sin_R)
-        _store(to_ptr, where_XR, is_XR, a_XR, b_XR, R)
+        a_XR, b_XR = load_heads(from_ptr, where_XR, is_XR, R)
+        a_XR, b_XR = rotate(a_XR, b_XR, cos_R, sin_R)
+        store_heads(to_ptr, where_XR, is_XR, a_XR, b_XR, R)
     else:
         slot = tl.load(slot_ptr + token)
         if slot < 0:
@@ -154,17 +127,12 @@ def rope_and_write_kernel(
         where_XR = head_X * D + r_R[None, :]
         # A head's slots are a run of P: the next head's row is that far away.
         slot_X1 = slot // P * (K * P) + slot % P + head_X * P
-        a_XR, b_XR = _load(k_ptr + token * k_stride, where_XR, is_XR, R)
-        a_XR, b_XR = _rotate(a_XR, b_XR, cos_R, sin_R)
-        _write(
-            k_cache_ptr, k_scale_ptr, slot_X1, r_R, head_X < K, is_XR, a_XR, b_XR,
-            D, R, LARGEST, SMALLEST_SCALE,
-        )  # fmt: skip
-        a_XR, b_XR = _load(v_ptr + token * v_stride, where_XR, is_XR, R)
-        _write(
-            v_cache_ptr, v_scale_ptr, slot_X1, r_R, head_X < K, is_XR, a_XR, b_XR,
-            D, R, LARGEST, SMALLEST_SCALE,
-        )  # fmt: skip
+        cache_XR = slot_X1 * D + r_R[None, :]
+        a_XR, b_XR = load_heads(k_ptr + token * k_stride, where_XR, is_XR, R)
+        a_XR, b_XR = rotate(a_XR, b_XR, cos_R, sin_R)
+        store_heads(k_cache_ptr, cache_XR, is_XR, a_XR, b_XR, R)
+        a_XR, b_XR = load_heads(v_ptr + token * v_stride, where_XR, is_XR, R)
+        store_heads(v_cache_ptr, cache_XR, is_XR, a_XR, b_XR, R)
 
 
 @triton.jit
@@ -185,57 +153,68 @@ def silu_mul_kernel(
     tl.store(out_ptr + row * F + f_F, product_F.to(out_ptr.dtype.element_ty), mask=is_f_F)
 
 
-def triton_rms_norm(
-    x: Tensor, weight_E: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """fused_kernels.rms_norm, by the kernel."""
-    E = x.shape[-1]
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    total = torch.empty_like(x, dtype=torch.float32)
-    rms_norm_kernel[(x.numel() // E,)](
-        out, total, x, x if residual is None else residual.contiguous(), weight_E, eps,
-        E=E, E_PAD=triton.next_power_of_2(E), HAS_RESIDUAL=residual is not None,
-    )  # fmt: skip
-    return out, total
+class TritonOps(Ops):
+    """The same operations by the kernels above, for tensors on CUDA."""
+
+    name = "triton"
+
+    def rms_norm(
+        self, x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See Ops.rms_norm."""
+        E = x_TE.shape[-1]
+        x_TE = x_TE.contiguous()
+        out_TE, sum_TE = torch.empty_like(x_TE), torch.empty_like(x_TE, dtype=torch.float32)
+        residual_or_x = x_TE if residual_TE is None else residual_TE.contiguous()
+        rms_norm_kernel[(x_TE.numel() // E,)](
+            out_TE, sum_TE, x_TE, residual_or_x, weight_E, eps,
+            E=E, E_PAD=triton.next_power_of_2(E), HAS_RESIDUAL=residual_TE is not None,
+        )  # fmt: skip
+        return out_TE, sum_TE
+
+    def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
+        """See Ops.silu_mul."""
+        gate_up_TF = gate_up_TF.contiguous()
+        F = gate_up_TF.shape[-1] // 2
+        out_TF = gate_up_TF.new_empty(*gate_up_TF.shape[:-1], F)
+        grid = (out_TF.numel() // F, cdiv(F, SILU_BLOCK))
+        silu_mul_kernel[grid](out_TF, gate_up_TF, F=F, BLOCK=SILU_BLOCK)
+        return out_TF
+
+    def rope_and_write(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        cache: KVCache,
+        slot_mapping_T: Tensor,
+    ) -> Tensor:
+        """See Ops.rope_and_write."""
+        q_THD, k_TKD, v_TKD = map(dense_heads, (q_THD, k_TKD, v_TKD))
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        grid, sizes = rope_grid(q_THD, cache)
+        rope_and_write_kernel[grid](
+            out_THD, cache.keys, cache.values, q_THD, k_TKD, v_TKD, cos_TR, sin_TR,
+            slot_mapping_T, q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), **sizes,
+        )  # fmt: skip
+        return out_THD
+
+    def grouped_matmul(self, x_MK: Tensor, weight_XNK: Tensor, counts_X: Tensor) -> Tensor:
+        """See Ops.grouped_matmul."""
+        return triton_grouped_matmul(x_MK, weight_XNK, counts_X)
 
 
-def triton_rope_and_write(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    k_cache_NKPD: Tensor,
-    v_cache_NKPD: Tensor,
-    slot_mapping_T: Tensor,
-    k_scale_NKP: Tensor | None = None,
-    v_scale_NKP: Tensor | None = None,
-) -> Tensor:
-    """fused_kernels.rope_and_write, by the kernel."""
-    T, H, D = q_THD.shape
-    _, K, P, _ = k_cache_NKPD.shape
-    q_THD, k_TKD, v_TKD = (
-        x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (q_THD, k_TKD, v_TKD)
-    )
-    out_THD = q_THD.new_empty(T, H, D)
+def dense_heads(x_TXD: Tensor) -> Tensor:
+    """Heads that follow one another; tokens may be any distance apart."""
+    return x_TXD if x_TXD.stride()[1:] == (x_TXD.shape[2], 1) else x_TXD.contiguous()
+
+
+def rope_grid(q_THD: Tensor, cache: KVCache) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid of rope_and_write_kernel, and its sizes."""
+    (T, H, D), (_, K, P, _) = q_THD.shape, cache.keys.shape
     heads = min(triton.next_power_of_2(H), ROPE_HEADS)
-    is_quantized = k_scale_NKP is not None
-    scales = (k_scale_NKP, v_scale_NKP) if is_quantized else (k_cache_NKPD, v_cache_NKPD)
-    rope_and_write_kernel[(T, cdiv(H, heads) + cdiv(K, heads))](
-        out_THD, k_cache_NKPD, v_cache_NKPD, *scales, q_THD, k_TKD, v_TKD, cos_TR, sin_TR,
-        slot_mapping_T, q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0),
-        H=H, K=K, D=D, P=P, R=D // 2, R_PAD=triton.next_power_of_2(D // 2), HEADS=heads,
-        LARGEST=LARGEST.get(k_cache_NKPD.dtype, 0), SMALLEST_SCALE=SMALLEST_SCALE,
-    )  # fmt: skip
-    return out_THD
-
-
-def triton_silu_mul(gate_up: Tensor) -> Tensor:
-    """fused_kernels.silu_mul, by the kernel."""
-    gate_up = gate_up.contiguous()
-    F = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], F)
-    grid = (out.numel() // F, cdiv(F, SILU_BLOCK))
-    silu_mul_kernel[grid](out, gate_up, F=F, BLOCK=SILU_BLOCK)
-    return out
+    pad = triton.next_power_of_2(D // 2)
+    sizes = {"H": H, "K": K, "D": D, "P": P, "R": D // 2, "R_PAD": pad, "HEADS": heads}
+    return (T, cdiv(H, heads) + cdiv(K, heads)), sizes

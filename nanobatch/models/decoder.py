@@ -7,7 +7,7 @@ Some families norm what attention and MLP give, before it is added, instead of w
 given, or both. Some have experts for an MLP (models/experts.py).
 
 The decoder knows no cache and no batch layout. Each layer hands its queries, keys and values
-to `attend(layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, how)`, which rotates, remembers and
+to `attend(layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, args)`, which rotates, remembers and
 attends: over a paged cache (attention.PagedAttend) or over a padded one
 (static_batching.PaddedAttend).
 
@@ -18,15 +18,14 @@ Hugging Face's modeling files, which are the oracle in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nanobatch.attention import AttentionArgs
-from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.tensor_parallel import Ranks
-from nanobatch.kernels.ops import gelu_mul, layer_norm, rms_norm, silu_mul, top_ids
+from nanobatch.kernels.ops import REFERENCE, Ops, gelu_mul, layer_norm
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.experts import Experts
 
@@ -34,16 +33,25 @@ Attend = Callable[..., Tensor]
 NUM_EXACT_LOGITS = 32
 
 
+class AttentionArgs(NamedTuple):
+    """What sets one layer's attention apart: see attention.paged_attention."""
+
+    sliding_window: int | None
+    scale: float
+    softcap: float | None = None
+
+
 class RMSNorm(nn.Module):
     """Its weight, and rms_norm with the model's eps."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
+        self.ops: Ops = REFERENCE
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return rms_norm(x, self.weight, self.eps, residual)
+        return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
 
 class LayerNorm(nn.Module):
@@ -74,49 +82,44 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 class Linear(nn.Linear):
-    """A matrix product; its weights may be laid out for a CPU's tiles (cpu/matmul.c)."""
-
-    packed: Tensor | None = None
-    packed_bias: Tensor | None = None
+    """A matrix product. A backend may swap it for a product of its own (Ops.prepack)."""
 
     def reset_parameters(self) -> None:
         """Nothing: the numbers come from a checkpoint."""
-
-    def pack(self, keep: bool = False) -> None:
-        """Lay the weights out, if this CPU has tiles. `weight` keeps its shape, and its numbers
-        if it is to keep them."""
-        kernels = cpu_kernels.products(self.weight)
-        if self.packed is None and kernels is not None:
-            self.packed, self._kernels = kernels.pack(self._ordered(self.weight)), kernels
-            self.packed_bias = None if self.bias is None else self._ordered(self.bias.data)
-            if not keep:
-                self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
-
-    def _ordered(self, rows: Tensor) -> Tensor:
-        """The weight's rows, or the bias, in the order of the packed columns."""
-        return rows
-
-    def forward(self, x_TE: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[T, F] in dtype; by default that of x."""
-        dtype = x_TE.dtype if dtype is None else dtype
-        if self.packed is None:
-            return super().forward(x_TE).to(dtype)
-        return self._kernels.product(x_TE, self.packed, self.packed_bias, dtype)
 
 
 class GateUp(Linear):
     """The MLP's first product, and SiLU of its first half times the second: [T, F / 2]."""
 
-    def _ordered(self, rows: Tensor) -> Tensor:
-        """16 of the gate's, then 16 of the others, in turns: they meet in one block."""
-        return rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)
+    def __init__(self, in_size: int, out_size: int, bias: bool):
+        super().__init__(in_size, out_size, bias)
+        self.ops: Ops = REFERENCE
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        if self.packed is None:
-            return silu_mul(super().forward(x_TE))
-        return self._kernels.product(
-            x_TE, self.packed, self.packed_bias, x_TE.dtype, is_gated=True
-        )
+        return self.ops.silu_mul(super().forward(x_TE))
+
+
+class LMHead(Linear):
+    """The last product, from hidden states to logits.
+
+    A logit near 20 moves in steps of 1/8 in bfloat16, which ties the best tokens with each
+    other. So the largest logits are computed again in float32.
+    """
+
+    def __init__(self, in_size: int, out_size: int):
+        super().__init__(in_size, out_size, bias=False)
+        self.ops: Ops = REFERENCE
+
+    def forward(self, hidden_SE: Tensor) -> Tensor:
+        """float32 [S, V]."""
+        rounded_SV = super().forward(hidden_SE)
+        logits_SV = rounded_SV.float()
+        if hidden_SE.dtype != torch.float32:
+            best_SX = self.ops.top_ids(rounded_SV, min(NUM_EXACT_LOGITS, logits_SV.shape[1]))
+            weight_SXE = self.weight[best_SX].float()
+            exact_SX = (weight_SXE @ hidden_SE.float().unsqueeze(2)).squeeze(2)
+            logits_SV.scatter_(1, best_SX, exact_SX)
+        return logits_SV
 
 
 class RowParallelLinear(Linear):
@@ -124,10 +127,8 @@ class RowParallelLinear(Linear):
 
     def __init__(self, in_size: int, out_size: int, bias: bool, ranks: Ranks):
         super().__init__(in_size, out_size, bias)
-        self.ranks = ranks
-
-    def forward(self, x_TE: Tensor) -> Tensor:
-        return self.ranks.sum(super().forward(x_TE))
+        if ranks.size > 1:
+            self.register_forward_hook(lambda module, inputs, part_TE: ranks.sum(part_TE))
 
 
 class MLP(nn.Module):
@@ -158,7 +159,7 @@ class DecoderLayer(nn.Module):
         self.layer, self.head_dim = layer, D
         self.is_local = config.window(layer) is not None
         self.heads = [H, K, K]
-        self.how = AttentionArgs(
+        self.attention_args = AttentionArgs(
             config.window(layer), config.attention_scale, config.attn_logit_softcapping
         )
         self.input_norm = make_norm(config) if config.pre_norm else NoNorm()
@@ -190,7 +191,8 @@ class DecoderLayer(nn.Module):
         q_THD, k_TKD, v_TKD = heads_TXD.split(self.heads, dim=1)
         if self.q_norm is not None:
             q_THD, k_TKD = self._normed(self.q_norm, q_THD), self._normed(self.k_norm, k_TKD)
-        out_THD = attend(self.layer, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, self.how)
+        qkv = (q_THD, k_TKD, v_TKD)
+        out_THD = attend(self.layer, *qkv, cos_TR, sin_TR, self.attention_args)
         x_TE = self.o(out_THD.flatten(1))
         if self.attention_post_norm is not None:
             x_TE, _ = self.attention_post_norm(x_TE)
@@ -216,6 +218,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.ranks = ranks = Ranks() if ranks is None else ranks
         self.vocab_size = config.vocab_size
+        self.layout: str | None = None  # the backend that laid the weights out
         self.config = config = ranks.part_of(config)
         embed_VE = torch.empty(config.vocab_size, config.hidden_size)
         self.embed = nn.Embedding.from_pretrained(embed_VE)
@@ -223,18 +226,26 @@ class Decoder(nn.Module):
             DecoderLayer(config, i, ranks) for i in range(config.num_layers)
         )
         self.norm = make_norm(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.register_buffer("inv_freq_R", rope_frequencies(config), persistent=False)
         local = None if config.local_rope_theta is None else local_rope_frequencies(config)
         self.register_buffer("local_inv_freq_R", local, persistent=False)
 
-    def pack(self) -> None:
-        """Lay the weights out for this CPU, if it has tiles. Those of lm_head stay as they are
-        too, if the embedding is tied to them."""
+    def set_ops(self, ops: Ops) -> None:
+        """Compute by a backend's operations from now on; at first they are torch's.
+
+        Raises:
+            ValueError: another backend has laid the weights out, for good.
+        """
+        if self.layout not in (None, ops.name):
+            raise ValueError(
+                f"attention_backend is {ops.name!r}, and the model's weights were laid out for "
+                f"{self.layout!r}; load it anew"
+            )
         for module in self.modules():
-            if isinstance(module, Linear):
-                is_tied = self.config.tie_word_embeddings and module is self.lm_head
-                module.pack(keep=is_tied)
+            if hasattr(module, "ops"):
+                module.ops = ops
+        ops.prepack(self)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of packed tokens, after the final norm."""
@@ -272,28 +283,11 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
         """float32 [S, V] for the rows that need them, the same on all ranks."""
-        logits_SV = self.ranks.join_columns(self._products(hidden_SE), self.vocab_size)
+        logits_SV = self.ranks.join_columns(self.lm_head(hidden_SE), self.vocab_size)
         if self.config.logits_scaling != 1:
             logits_SV = logits_SV / self.config.logits_scaling
         cap = self.config.final_logit_softcapping
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
-
-    def _products(self, hidden_SE: Tensor) -> Tensor:
-        """lm_head in float32, for this rank's part of the vocabulary.
-
-        A logit near 20 moves in steps of 1/8 in bfloat16, which ties the best tokens with
-        each other. Where sums come rounded, those that matter most are computed anew.
-        """
-        if self.lm_head.packed is not None:  # sums as they are
-            return self.lm_head(hidden_SE, torch.float32)
-        rounded_SV = self.lm_head(hidden_SE)
-        logits_SV = rounded_SV.float()
-        if hidden_SE.dtype != torch.float32:
-            best_SX = top_ids(rounded_SV, min(NUM_EXACT_LOGITS, logits_SV.shape[1]))
-            weight_SXE = self.lm_head.weight[best_SX].float()
-            exact_SX = (weight_SXE @ hidden_SE.float().unsqueeze(2)).squeeze(2)
-            logits_SV.scatter_(1, best_SX, exact_SX)
-        return logits_SV
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

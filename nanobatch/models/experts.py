@@ -18,11 +18,10 @@ fused_moe for the sorted tiles.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nanobatch.extensions.tensor_parallel import Ranks
-from nanobatch.kernels.ops import HAS_TRITON, silu_mul
+from nanobatch.kernels.ops import REFERENCE, Ops
 from nanobatch.models.config import ModelConfig
 
 
@@ -32,6 +31,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, ranks: Ranks):
         super().__init__()
         self.ranks = ranks  # each has a part of every expert
+        self.ops: Ops = REFERENCE
         E, X = config.hidden_size, config.num_experts
         size = config.moe_intermediate_size
         self.num_chosen, self.norms = config.num_experts_per_tok, config.norm_topk_prob
@@ -45,8 +45,10 @@ class Experts(nn.Module):
         order_M = expert_TC.flatten().argsort(stable=True)  # M = T * C rows
         counts_X = count_ids(expert_TC.flatten(), len(self.gate_up_XFE))
         rows_ME = x_TE[order_M // self.num_chosen]
-        rows_MF = silu_mul(grouped_matmul(rows_ME, self.gate_up_XFE, counts_X))
-        rows_ME = grouped_matmul(rows_MF, self.down_XEF, counts_X)
+        rows_MF = self.ops.silu_mul(
+            self.ops.grouped_matmul(rows_ME, self.gate_up_XFE, counts_X)
+        )
+        rows_ME = self.ops.grouped_matmul(rows_MF, self.down_XEF, counts_X)
         unsorted_ME = torch.empty_like(rows_ME)
         unsorted_ME[order_M] = rows_ME
         shares_TC1 = share_TC.to(x_TE.dtype).unsqueeze(2)
@@ -66,25 +68,3 @@ def count_ids(ids_M: Tensor, num_ids: int) -> Tensor:
     """int64 [num_ids]: how often each id occurs. (bincount makes the host wait.)"""
     ones_M = torch.ones_like(ids_M)
     return ones_M.new_zeros(num_ids).scatter_add_(0, ids_M, ones_M)
-
-
-def grouped_matmul(x_MK: Tensor, weight_XNK: Tensor, counts_X: Tensor) -> Tensor:
-    """[M, N]: the first counts_X[0] rows times weight 0 transposed, the next times weight 1 ...
-
-    Args:
-        x_MK: rows in the order of their experts.
-        weight_XNK: one matrix for each expert.
-        counts_X: int64, rows of each; they sum to M.
-    """
-    if x_MK.is_cuda and HAS_TRITON:
-        from nanobatch.kernels.grouped_matmul import triton_grouped_matmul
-
-        return triton_grouped_matmul(x_MK, weight_XNK, counts_X)
-    out_MN = x_MK.new_empty(len(x_MK), weight_XNK.shape[1])
-    start = 0
-    for expert, count in enumerate(counts_X.tolist()):
-        if count:
-            rows = slice(start, start + count)
-            out_MN[rows] = F.linear(x_MK[rows], weight_XNK[expert])
-            start += count
-    return out_MN

@@ -250,7 +250,7 @@ def save(model: Decoder, directory: Path) -> None:
         raise ValueError("a model with scaled RoPE cannot be saved; use its own directory")
     if model.ranks.size > 1:
         raise ValueError(f"one of {model.ranks.size} ranks' parts cannot be saved; load all")
-    if any(weight.is_meta for weight in model.parameters()):
+    if model.layout is not None:
         raise ValueError("a model that a ModelRunner laid out cannot be saved; load it anew")
     tensors, ours = {}, model.state_dict()
     for name, source in sources(config).items():

@@ -7,6 +7,7 @@ import torch
 
 import bench
 from nanobatch import BlockAllocator, engine
+from nanobatch.attention import PagedAttend
 from nanobatch.bench.fuzz import Fuzz
 from nanobatch.models.loader import load
 
@@ -55,16 +56,14 @@ def test_faults_are_found_and_named(model, monkeypatch, fault):
     if fault == "allocator":
         monkeypatch.setattr(engine, "BlockAllocator", ForgetsThePrefix)
     if fault == "poison":  # the first key of each step's batch is lost
-        write = "nanobatch.attention.rope_and_write"
-        from nanobatch.attention import rope_and_write
+        attend = PagedAttend.__call__
 
-        def forgets_one(q, k, v, cos, sin, k_cache, v_cache, slots):
-            slots = slots.clone()
-            if len(slots) > 6:
-                slots[3] = -1
-            return rope_and_write(q, k, v, cos, sin, k_cache, v_cache, slots)
+        def forgets_one(self, *args):
+            if len(self.batch.slot_mapping_T) > 6:
+                self.batch.slot_mapping_T[3] = -1
+            return attend(self, *args)
 
-        monkeypatch.setattr(write, forgets_one)
+        monkeypatch.setattr(PagedAttend, "__call__", forgets_one)
     if fault == "stream":
         counter = iter(range(10**9))
         monkeypatch.setattr(

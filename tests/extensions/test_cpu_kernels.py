@@ -14,25 +14,34 @@ from nanobatch.attention import choose_backend, paged_attention
 from nanobatch.batch import Row, pack
 from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu import library as cpu_library
-from nanobatch.kernels.ops import rms_norm, rope_and_write, silu_mul, top_ids
+from nanobatch.extensions.cpu.backend import CBackend
+from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.ops import REFERENCE
 from nanobatch.utils.arithmetic import cdiv
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="no C compiler")
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16]
+C = CBackend()
 
 
-def both(function, *args):
-    """(by the kernel, by its reference) on copies of the arguments, which are returned too."""
+def rms_norm(ops, *args):
+    return ops.rms_norm(*args)
+
+
+def silu_mul(ops, *args):
+    return ops.silu_mul(*args)
+
+
+def both(operation, *args):
+    """(by the kernel, by its reference) on copies of the arguments, which are returned too.
+
+    operation: takes the operations, then the arguments.
+    """
     results = []
-    kernels = cpu_kernels.elementwise
-    for use in (kernels, lambda *x: None):
+    for ops in (C, REFERENCE):
         copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-        cpu_kernels.elementwise = use
-        try:
-            results.append((function(*copies), copies))
-        finally:
-            cpu_kernels.elementwise = kernels
+        results.append((operation(ops, *copies), copies))
     return results
 
 
@@ -98,8 +107,9 @@ def test_rope_and_write_equals_its_twin(H, K, D, P, dtype):
     slots = torch.randperm(N * P)[:T]
     slots[::3] = -1
 
-    def call(heads, cos, sin, k_cache, v_cache, slots):
-        return rope_and_write(*heads.split([H, K, K], dim=1), cos, sin, k_cache, v_cache, slots)
+    def call(ops, heads, cos, sin, k_cache, v_cache, slots):
+        q, k, v = heads.split([H, K, K], dim=1)
+        return ops.rope_and_write(q, k, v, cos, sin, KVCache(k_cache, v_cache), slots)
 
     (ours, args), (reference, references) = both(
         call, heads, angles.cos(), angles.sin(), *caches, slots
@@ -117,14 +127,14 @@ def test_top_ids_are_torch_s(V, dtype):
     x[0], x[1] = 0, -INF
     x[2] = torch.arange(V)
     for k in {1, 2, 5, 32} & set(range(1, V + 1)):
-        ids = top_ids(x, k)
+        ids = C.top_ids(x, k)
         assert all(len(set(row)) == k for row in ids.tolist())
         assert torch.equal(x.gather(1, ids).sort().values, x.topk(k).values.sort().values)
-    assert top_ids(x, 1)[0] == 0, "of equals the first"
+    assert C.top_ids(x, 1)[0] == 0, "of equals the first"
 
 
 def test_of_equal_numbers_the_first_stay():
-    assert set(top_ids(torch.tensor([[1.0, 1.0, 2.0, 1.0]]), 2)[0].tolist()) == {0, 2}
+    assert set(C.top_ids(torch.tensor([[1.0, 1.0, 2.0, 1.0]]), 2)[0].tolist()) == {0, 2}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -180,8 +190,8 @@ def test_decodes_beside_prefills_and_tokens_of_nobody():
 def test_a_gradient_is_the_twin_s():
     """Of the rows, and of the weight alone."""
     x, weight = torch.randn(2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-    rms_norm(x, torch.ones(8), 1e-5)[0].sum().backward()
-    rms_norm(x.detach(), weight, 1e-5)[0].sum().backward()
+    C.rms_norm(x, torch.ones(8), 1e-5)[0].sum().backward()
+    C.rms_norm(x.detach(), weight, 1e-5)[0].sum().backward()
     assert x.grad is not None and weight.grad is not None
 
 
@@ -233,9 +243,9 @@ def test_without_a_compiler_torch_does_it(monkeypatch, fresh):
     monkeypatch.setattr(cpu_library, "compiler", lambda: None)
     assert cpu_kernels.elementwise(torch.zeros(1)) is None
     assert cpu_kernels.products(torch.zeros(32, 32).bfloat16()) is None
-    assert choose_backend("auto", on_cuda=False, block_size=16) == "torch"
+    assert choose_backend("auto", "cpu", block_size=16).name == "torch"
     with pytest.raises(ValueError, match="attention_backend is 'c'.*compiler"):
-        choose_backend("c", on_cuda=False, block_size=16)
+        choose_backend("c", "cpu", block_size=16)
     for dtype in ("float32", "bfloat16"):
         llm = LLM("tiny", dtype=dtype, num_blocks=20)
         assert llm.generate("Once", SamplingParams(max_tokens=3), False)[0].token_ids
@@ -268,9 +278,9 @@ def test_a_gpu_and_other_formats_have_other_kernels():
     assert cpu_kernels.elementwise(torch.zeros(1, dtype=torch.float16)) is None
     assert cpu_kernels.elementwise(torch.zeros(1, device="meta")) is None
     with pytest.raises(ValueError, match="attention_backend is 'c'"):
-        choose_backend("c", on_cuda=True, block_size=16)
+        choose_backend("c", "cuda", block_size=16)
 
 
 def test_float32_models_are_left_alone():
     llm = LLM("tiny", dtype="float32", num_blocks=4)
-    assert all(not p.is_meta for p in llm.engine.runner.model.parameters())
+    assert llm.engine.runner.model.layout is None

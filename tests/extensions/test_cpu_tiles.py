@@ -13,6 +13,7 @@ from nanobatch.batch import Row, pack
 from nanobatch.config import EngineConfig
 from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu import library as cpu_library
+from nanobatch.extensions.cpu.products import PackedGateUp, PackedLinear, PackedLMHead, packed
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.decoder import GateUp
@@ -42,6 +43,13 @@ def test_products_equal_float64(M, N, K):
     torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=2**-8)
 
 
+def swapped(layer):
+    """The product in C that takes a layer's place."""
+    kernels = cpu_kernels.products(layer.weight)
+    assert kernels is not None
+    return packed(layer, kernels)
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("M", [1, 17, 200, 300])
 def test_a_gated_product_equals_float64(M, with_bias):
@@ -55,9 +63,7 @@ def test_a_gated_product_equals_float64(M, with_bias):
         gate, up = (
             a + b for a, b in zip((gate, up), layer.bias.double().chunk(2), strict=True)
         )
-    layer.pack()
-    assert layer.packed is not None and layer.weight.is_meta
-    found = layer(x)
+    found = swapped(layer)(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), F.silu(gate) * up, atol=1e-3, rtol=2**-8)
 
@@ -67,7 +73,7 @@ def test_silu_of_far_numbers():
     layer = GateUp(32, 32, bias=False).bfloat16().requires_grad_(False)
     layer.weight.zero_()
     layer.weight[:16, 0], layer.weight[16:, 1] = 1, 1  # gate x[0], up x[1]
-    layer.pack()
+    layer = swapped(layer)
     gate = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 1e4, NAN]).bfloat16()
     x = torch.zeros(7, 32).bfloat16()
     x[:, 0], x[:, 1] = gate, 1
@@ -94,24 +100,27 @@ def small_model(vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [100, 128])  # lm_head: as it is, and laid out
 def test_a_model_that_is_laid_out_is_the_same_model(vocab_size):
-    plain, packed = small_model(vocab_size), small_model(vocab_size)
-    ModelRunner(packed, EngineConfig(num_blocks=4))
-    layer, other = packed.layers[1], plain.layers[1]
-    assert layer.qkv.weight.shape == other.qkv.weight.shape and layer.qkv.weight.is_meta
-    assert not packed.lm_head.weight.is_meta
-    assert (packed.lm_head.packed is None) == (vocab_size == 100)
+    plain, laid_out = small_model(vocab_size), small_model(vocab_size)
+    ModelRunner(laid_out, EngineConfig(num_blocks=4))
+    layer, other = laid_out.layers[1], plain.layers[1]
+    assert type(layer.qkv) is PackedLinear and type(layer.mlp.gate_up) is PackedGateUp
+    assert laid_out.embed.weight.shape == (vocab_size, 64)
+    assert (type(laid_out.lm_head) is not PackedLMHead) == (vocab_size == 100)
     x = torch.randn(21, 64).bfloat16()
     with torch.inference_mode():
         torch.testing.assert_close(layer.qkv(x), other.qkv(x), atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(packed.logits(x), plain.logits(x), atol=3e-2, rtol=2e-2)
+        torch.testing.assert_close(layer.mlp(x), other.mlp(x), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(laid_out.logits(x), plain.logits(x), atol=3e-2, rtol=2e-2)
         exact = x.float() @ plain.lm_head.weight.float().T
         best = exact.argmax(dim=1)
         torch.testing.assert_close(
-            packed.logits(x).gather(1, best[:, None]), exact.gather(1, best[:, None])
+            laid_out.logits(x).gather(1, best[:, None]), exact.gather(1, best[:, None])
         )
     before = layer.qkv.packed
-    ModelRunner(packed, EngineConfig(num_blocks=4))
+    ModelRunner(laid_out, EngineConfig(num_blocks=4))
     assert layer.qkv.packed is before, "laid out twice"
+    with pytest.raises(ValueError, match="attention_backend is 'torch'.*laid out for 'c'"):
+        ModelRunner(laid_out, EngineConfig(num_blocks=4, attention_backend="torch"))
 
 
 # ---- attention of prompts --------------------------------------------------------------
@@ -211,7 +220,7 @@ def test_a_prompt_in_chunks_is_the_prompt():
             "tiny", dtype="bfloat16", max_num_batched_tokens=budget, max_num_seqs=8,
             num_blocks=60,
         )  # fmt: skip
-        assert llm.engine.runner.backend == "c"
+        assert llm.engine.runner.backend.name == "c"
         outs += llm.generate(
             prompt, SamplingParams(temperature=0, max_tokens=1, logprobs=5), False
         )

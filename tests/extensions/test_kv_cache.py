@@ -9,20 +9,22 @@ import pytest
 import torch
 
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
-from nanobatch.attention import paged_attention
+from nanobatch.attention import choose_backend
 from nanobatch.batch import Row, pack
 from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu.library import compiler
 from nanobatch.extensions.quantized_cache import (
     LARGEST,
+    QuantizedCache,
     as_bytes,
     dequantize,
-    new_cache,
+    over_8_bits,
     quantize,
     resolve_cache_dtype,
 )
-from nanobatch.kernels import ops as references
+from nanobatch.kernels.ops import REFERENCE, apply_rope
 from nanobatch.model_runner import ModelRunner, bytes_per_block
+from nanobatch.models.decoder import AttentionArgs
 from nanobatch.models.loader import load
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.simulation.cost_model import GPUS, CostModel
@@ -41,13 +43,12 @@ def written_case(dtype, *, K=2, G=3, D=64, P=4, model_dtype=torch.float32, lens=
     # Nobody owns block 0: it is what the kernel's masked loads of a table give.
     ids = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
     rows = [Row([0] * t, n - t, [ids.pop() for _ in range(cdiv(n, P))]) for t, n in lens]
-    cache = new_cache((num_blocks, K, P, D), dtype, torch.device("cpu"))
+    cache = QuantizedCache.allocate((num_blocks, K, P, D), dtype, "cpu")
     poison(cache)
     for row, (_, n) in zip(rows, lens, strict=True):
         k_LKD, v_LKD = torch.randn(2, n, K, D, generator=generator).to(model_dtype)
         slots_L = pack([Row([0] * n, 0, row.block_table)], P).slot_mapping_T
-        k_cache, v_cache, *scales = cache
-        references.write_to_cache(k_LKD, v_LKD * 3, k_cache, v_cache, slots_L, *scales)
+        cache.write(k_LKD, v_LKD * 3, slots_L)
     batch = pack(rows, P)
     for row_B, row in zip(batch.block_tables_SB, rows, strict=True):
         row_B[len(row.block_table) :] = ids[0]  # padding: a block full of poison
@@ -57,18 +58,22 @@ def written_case(dtype, *, K=2, G=3, D=64, P=4, model_dtype=torch.float32, lens=
 
 def poison(cache):
     """NaN where there is one, else the largest numbers: int8 has no NaN, but scales do."""
-    for part in cache:
+    for part in cache.parts:
         part.copy_(torch.full(part.shape, torch.nan if part.is_floating_point() else 127))
 
 
-def how(q_THD, cache):
-    return {"scale": q_THD.shape[-1] ** -0.5, "k_scale_NKP": cache[2], "v_scale_NKP": cache[3]}
+def attend(backend, q_THD, cache, batch, window=None, softcap=None, **more):
+    """Paged attention by the backend of this name, for caches in 8 bits."""
+    backend = over_8_bits(choose_backend(backend, "cpu", cache.keys.shape[2]))
+    args = AttentionArgs(window, q_THD.shape[-1] ** -0.5, softcap)
+    return backend.paged_attention(q_THD, cache, batch, args, **more)
 
 
 def oracle(q_THD, cache, batch, window=None):
     """float64, a query at a time, over the keys that the cache's numbers and scales make."""
     k_NKPD, v_NKPD = (
-        x.double() * s.double()[..., None] for x, s in zip(cache[:2], cache[2:], strict=True)
+        x.double() * s.double()[..., None]
+        for x, s in ((cache.keys, cache.k_scales), (cache.values, cache.v_scales))
     )
     P, starts, out = k_NKPD.shape[2], batch.query_start_loc.tolist(), []
     for s, seq_len in enumerate(batch.seq_lens_S.tolist()):
@@ -126,7 +131,7 @@ def test_a_pool_holds_nearly_twice_the_tokens():
             size = bytes_per_block(shape, 16, dtype)
             assert wide / size >= 1.9
             one = (1, shape.num_kv_heads, 16, shape.head_dim)
-            parts = new_cache(one, dtype, torch.device("cpu"))
+            parts = QuantizedCache.allocate(one, dtype, "cpu").parts
             assert size == shape.num_layers * sum(x.numel() * x.itemsize for x in parts)
     llama = MODEL_PRESETS["llama-3.1-8b"]
     wide, narrow = (
@@ -163,14 +168,7 @@ def test_torch_and_c_attend_to_what_the_cache_holds(group, head_dim, window, dty
     q_THD, cache, batch = written_case(dtype, G=group, D=head_dim)
     wanted = oracle(q_THD, cache, batch, window)
     for backend in ("torch", "c") if compiler() else ("torch",):
-        found = paged_attention(
-            q_THD,
-            *cache[:2],
-            batch,
-            backend=backend,
-            sliding_window=window,
-            **how(q_THD, cache),
-        )
+        found = attend(backend, q_THD, cache, batch, window)
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
 
 
@@ -183,26 +181,16 @@ def test_c_attends_in_bfloat16_as_torch_does(group, head_dim, window, dtype):
     q_THD, cache, batch = written_case(
         dtype, G=group, D=head_dim, model_dtype=torch.bfloat16, lens=[*LENS, (40, 300)]
     )
-    assert cpu_kernels.paged_attention(q_THD, cache[0]) is not None
-    assert (cpu_kernels.paged_prefill(q_THD, cache[0]) is not None) == cpu_kernels.has_amx()
-    found, wanted = (
-        paged_attention(
-            q_THD,
-            *cache[:2],
-            batch,
-            backend=backend,
-            sliding_window=window,
-            **how(q_THD, cache),
-        )
-        for backend in ("c", "torch")
-    )
+    assert cpu_kernels.paged_attention(q_THD, cache.keys) is not None
+    assert (cpu_kernels.paged_prefill(q_THD, cache.keys) is not None) == cpu_kernels.has_amx()
+    found, wanted = (attend(backend, q_THD, cache, batch, window) for backend in ("c", "torch"))
     torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
 
 
 @formats
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_c_writes_the_very_bits_that_torch_does(model_dtype, dtype, monkeypatch):
+def test_c_writes_the_very_bits_that_torch_does(model_dtype, dtype):
     T, H, K, D, P, N = 300, 3, 2, 80, 4, 90
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(T, H + 2 * K, D, generator=generator)
@@ -214,14 +202,12 @@ def test_c_writes_the_very_bits_that_torch_does(model_dtype, dtype, monkeypatch)
     slots = torch.randperm(N * P, generator=generator)[:T]
     slots[7] = -1
     caches = []
-    for _ in range(2):
-        cache = new_cache((N, K, P, D), dtype, torch.device("cpu"))
+    assert cpu_kernels.rope_and_write(torch.empty(1, dtype=dtype), q, k, v) is not None
+    for ops in (choose_backend("c", "cpu", P), REFERENCE):
+        cache = QuantizedCache.allocate((N, K, P, D), dtype, "cpu")
         poison(cache)
-        references.rope_and_write(
-            q, k, v, angles.cos(), angles.sin(), *cache[:2], slots, *cache[2:]
-        )
-        caches.append(cache)
-        monkeypatch.setattr(cpu_kernels, "rope_and_write", lambda *x: None)
+        ops.rope_and_write(q, k, v, angles.cos(), angles.sin(), cache, slots)
+        caches.append(cache.parts)
     for part in (0, 1):
         found, wanted = (dequantize(c[part], c[part + 2], torch.float32) for c in caches)
         is_number = wanted.isfinite()
@@ -233,23 +219,23 @@ def test_c_writes_the_very_bits_that_torch_does(model_dtype, dtype, monkeypatch)
 
 
 def test_scales_must_be_there_and_fit():
-    q_THD, cache, batch = written_case(torch.int8)
-    given = how(q_THD, cache)
-    for wrong in ({"k_scale_NKP": None}, {"v_scale_NKP": cache[3][:1]}):
-        with pytest.raises(ValueError, match="torch.int8 has scales of shape"):
-            paged_attention(q_THD, *cache[:2], batch, **(given | wrong))
-    with pytest.raises(ValueError, match="torch.float32 has scales of shape"):
-        paged_attention(q_THD, *(x.float() for x in cache[:2]), batch, **given)
+    _, cache, _ = written_case(torch.int8)
+    keys, values, k_scales, v_scales = cache.parts
+    for wrong in ((None, v_scales), (k_scales, v_scales[:1]), (k_scales.float(), v_scales)):
+        with pytest.raises(ValueError, match="torch.int8 has scales of"):
+            QuantizedCache(keys, values, *wrong)
+    with pytest.raises(ValueError, match="torch.float32; it must be one of torch.int8"):
+        QuantizedCache(keys.float(), values.float(), k_scales, v_scales)
 
 
 def test_slot_minus_one_writes_nothing():
     for dtype in FORMATS.values():
-        cache = new_cache((3, 2, 4, 8), dtype, torch.device("cpu"))
+        cache = QuantizedCache.allocate((3, 2, 4, 8), dtype, "cpu")
         poison(cache)
-        before = [x.float().clone() for x in cache]
+        before = [x.float().clone() for x in cache.parts]
         slots_T = torch.tensor([-1, 5, -1])
-        references.write_to_cache(*torch.randn(2, 3, 2, 8), *cache[:2], slots_T, *cache[2:])
-        for part, old in zip(cache, before, strict=True):
+        cache.write(*torch.randn(2, 3, 2, 8), slots_T)
+        for part, old in zip(cache.parts, before, strict=True):
             found, old = part.float().transpose(1, 2).flatten(0, 1), old.transpose(1, 2)
             is_same = found.nan_to_num(999) == old.flatten(0, 1).nan_to_num(999)
             assert not is_same[5].all() and is_same[:5].all() and is_same[6:].all()
@@ -274,8 +260,8 @@ def test_slot_minus_one_writes_nothing():
 def test_triton_attends_as_torch_does(group, head_dim, model_dtype, atol, dtype):
     pytest.importorskip("triton")
     q_THD, cache, batch = written_case(dtype, G=group, D=head_dim, model_dtype=model_dtype)
-    found = paged_attention(q_THD, *cache[:2], batch, backend="triton", **how(q_THD, cache))
-    wanted = paged_attention(q_THD, *cache[:2], batch, backend="torch", **how(q_THD, cache))
+    found = attend("triton", q_THD, cache, batch)
+    wanted = attend("torch", q_THD, cache, batch)
     torch.testing.assert_close(found, wanted, atol=atol, rtol=atol)
 
 
@@ -283,31 +269,27 @@ def test_triton_reads_values_in_twos():
     pytest.importorskip("triton")
     q_THD, cache, batch = written_case(torch.int8, D=15)
     with pytest.raises(ValueError, match="head_dim is 15"):
-        paged_attention(q_THD, *cache[:2], batch, backend="triton", **how(q_THD, cache))
+        attend("triton", q_THD, cache, batch)
 
 
 @formats
 def test_triton_joins_splits_of_decodes(dtype):
-    from test_kernels import plan_of
+    pytest.importorskip("triton")
+    from test_kernels import launch_of
 
-    triton_kernel = pytest.importorskip("nanobatch.paged_attention_kernel")
     lens = [(1, 1), (1, 33), (1, 70)]
     q_THD, cache, batch = written_case(dtype, lens=lens)
     for softcap in (None, 2.0):
-        found = triton_kernel.triton_paged_attention(
-            q_THD, *cache[:2], batch, softcap=softcap, **how(q_THD, cache),
-            plan=plan_of(len(lens), len(lens), 3, num_splits=4),
-        )  # fmt: skip
-        wanted = paged_attention(
-            q_THD, *cache[:2], batch, softcap=softcap, backend="torch", **how(q_THD, cache)
-        )
+        launch = launch_of(len(lens), len(lens), 3, num_splits=4)
+        found = attend("triton", q_THD, cache, batch, softcap=softcap, launch=launch)
+        wanted = attend("torch", q_THD, cache, batch, softcap=softcap)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
 @formats
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 80), (4, 64)])
 def test_triton_writes_what_torch_does(group, head_dim, dtype):
-    kernels = pytest.importorskip("nanobatch.kernels.triton_ops")
+    pytest.importorskip("triton")
     T, K, P, N = 6, 2, 4, 5
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(T, (group + 2) * K, head_dim, generator=generator)
@@ -318,12 +300,12 @@ def test_triton_writes_what_torch_does(group, head_dim, dtype):
     cos, sin = angles.cos(), angles.sin()
     slots = torch.tensor([7, -1, 0, 19, 3, 8])
     caches = []
-    for write in (kernels.triton_rope_and_write, references.rope_and_write):
-        cache = new_cache((N, K, P, head_dim), dtype, torch.device("cpu"))
+    for ops in (over_8_bits(choose_backend("triton", "cpu", P)), REFERENCE):
+        cache = QuantizedCache.allocate((N, K, P, head_dim), dtype, "cpu")
         poison(cache)
-        q_out = write(q, k, v, cos, sin, *cache[:2], slots, *cache[2:])
-        torch.testing.assert_close(q_out, references.apply_rope(q, cos, sin))
-        caches.append(cache)
+        q_out = ops.rope_and_write(q, k, v, cos, sin, cache, slots)
+        torch.testing.assert_close(q_out, apply_rope(q, cos, sin))
+        caches.append(cache.parts)
     for part in (0, 1):
         found, wanted = (
             dequantize(cache[part], cache[part + 2], torch.float32) for cache in caches
@@ -356,11 +338,10 @@ def test_refused_by_name(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         if is_refused:
             with pytest.raises(ValueError, match=r"kv_cache_dtype is 'fp8'.*>= 8.9.* 8\.\d"):
-                resolve_cache_dtype("fp8", torch.float16, cuda)
+                resolve_cache_dtype("fp8", cuda)
         else:
-            assert resolve_cache_dtype("fp8", torch.float16, cuda) == torch.float8_e4m3fn
-        assert resolve_cache_dtype("int8", torch.float16, cuda) == torch.int8
-        assert resolve_cache_dtype("auto", torch.float16, cuda) == torch.float16
+            assert resolve_cache_dtype("fp8", cuda) == torch.float8_e4m3fn
+        assert resolve_cache_dtype("int8", cuda) == torch.int8
 
 
 PROMPTS = ["Once upon", "One day", "L", "There once was a fox", "A", "So", "The end", "Ivy"]
@@ -382,8 +363,8 @@ class Poison:
                 is_free_NP[block, : request.num_computed_tokens - i * config.block_size] = False
         for block, _ in plan.swap_out:
             is_free_NP[block] = False
-        for *_, k_scale_NKP, v_scale_NKP in self.runner.caches:
-            for scale_NKP in (k_scale_NKP, v_scale_NKP):
+        for cache in self.runner.caches:
+            for scale_NKP in (cache.k_scales, cache.v_scales):
                 scale_NKP.masked_fill_(is_free_NP[:, None], torch.nan)
         return self.runner.run(plan)
 
@@ -445,6 +426,6 @@ def test_the_cache_really_is_in_8_bits(alone):
     """Keys and values are of that format; the model goes on otherwise than with float32."""
     for name, dtype in FORMATS.items():
         _, engine = serve(["A"], kv_cache_dtype=name)
-        [k_cache_NKPD, v_cache_NKPD, *scales] = engine.runner.caches[0]
+        [k_cache_NKPD, v_cache_NKPD, *scales] = engine.runner.caches[0].parts
         assert k_cache_NKPD.dtype == v_cache_NKPD.dtype == dtype and len(scales) == 2
     assert serve(PROMPTS)[0] != alone["fp8"]

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanobatch import paged_attention_kernel
+from nanobatch.extensions import quantized_kernels
 from nanobatch.extensions.quantized_cache import LARGEST, SMALLEST_SCALE
 from nanobatch.kernels import grouped_matmul as experts
 from nanobatch.kernels import triton_ops as elementwise_kernels
@@ -55,23 +56,27 @@ STEPS += [("draft", 40, 8, 5), ("chunk", 128, 8, 16)]
 
 def kernels(dtype: str, cache: str, num_sms: int):
     """(name, function, constants, options) of everything that is launched."""
+    is_8 = cache in CACHES
     for name, H, K, D in SHAPES:
         is_gemma2 = name == "gemma2"
         for kind, T, S, longest in STEPS:
             sizes = (T, S, longest, H, K, D, ITEMSIZE[dtype], num_sms)
-            plan = choose_launch_config(*sizes, cache in CACHES)
+            choose = quantized_kernels.quantized_launch_config if is_8 else choose_launch_config
+            launch = choose(*sizes)
             constants = {
                 "K": K, "G": H // K, "D": D, "D_PAD": triton.next_power_of_2(D), "P": 16,
-                "BLOCK_M": plan.block_m, "BLOCK_Q": plan.block_q, "TILE": plan.tile,
+                "BLOCK_M": launch.block_m, "BLOCK_Q": launch.block_q, "TILE": launch.tile,
                 "WINDOW": 4096 if is_gemma2 else 0, "HAS_SOFTCAP": is_gemma2,
-                "NUM_SPLITS": plan.num_splits,
-                "QUANTIZED": cache in CACHES, "WIDEN": False,
+                "NUM_SPLITS": launch.num_splits,
+                "WIDEN": False,
             }  # fmt: skip
             options = {
-                "num_warps": plan.num_warps, "num_stages": plan.num_stages,
-                "maxnreg": plan.max_registers,
+                "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+                "maxnreg": launch.max_registers,
             }  # fmt: skip
             function = paged_attention_kernel.paged_attention_kernel
+            if is_8:
+                function = quantized_kernels.quantized_attention_kernel
             yield f"{kind} {name}", function, constants, options
     constants = {"D": 128, "D_PAD": 128, "NUM_SPLITS": MAX_SPLITS}
     yield "reduce splits", paged_attention_kernel.reduce_splits_kernel, constants, {}
@@ -79,9 +84,11 @@ def kernels(dtype: str, cache: str, num_sms: int):
     yield "rms norm", elementwise_kernels.rms_norm_kernel, constants, {}
     constants = {"H": 32, "K": 8, "D": 128, "P": 16, "R": 64, "R_PAD": 64}
     constants["HEADS"] = elementwise_kernels.ROPE_HEADS
-    constants["LARGEST"] = LARGEST.get(CACHES.get(cache), 0)
-    constants["SMALLEST_SCALE"] = SMALLEST_SCALE
-    yield "rope", elementwise_kernels.rope_and_write_kernel, constants, {}
+    rope = elementwise_kernels.rope_and_write_kernel
+    if is_8:
+        rope = quantized_kernels.quantized_rope_and_write_kernel
+        constants |= {"LARGEST": LARGEST[CACHES[cache]], "SMALLEST_SCALE": SMALLEST_SCALE}
+    yield "rope", rope, constants, {}
     blocks = {name: getattr(experts, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")}
     blocks["WIDEN"] = False
     options = {"num_warps": experts.NUM_WARPS, "num_stages": experts.NUM_STAGES}

@@ -12,13 +12,17 @@ import torch
 
 from nanobatch import LLM, SamplingParams, attention
 from nanobatch.batch import Row, pack
-from nanobatch.kernels import ops as references
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config, keys_of_program
+from nanobatch.kernels.ops import REFERENCE, apply_rope
+from nanobatch.models.decoder import AttentionArgs
 from nanobatch.utils.arithmetic import cdiv
 
 triton = pytest.importorskip("triton")
-from nanobatch.kernels import triton_ops as kernels  # noqa: E402
-from nanobatch.paged_attention_kernel import triton_paged_attention  # noqa: E402
+from nanobatch.extensions.quantized_kernels import quantized_launch_config  # noqa: E402
+from nanobatch.paged_attention_kernel import TritonBackend  # noqa: E402
+
+triton_ops = TritonBackend()
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -27,7 +31,9 @@ ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MIXED = [(1, 1), (1, 17), (5, 5), (3, 9), (1, 33), (17, 20)]  # (query tokens, keys)
 
 
-def plan_of(num_tokens, num_seqs, group, *, num_kv_heads=2, block_m=16, tile=16, num_splits=1):
+def launch_of(
+    num_tokens, num_seqs, group, *, num_kv_heads=2, block_m=16, tile=16, num_splits=1
+):
     block_q = block_m // group
     grid = (num_tokens // block_q + num_seqs, num_kv_heads, num_splits)
     return LaunchConfig(block_m, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
@@ -58,9 +64,14 @@ def case(lens, *, K=2, G=3, D=64, P=4, dtype=torch.float32, seed=0):
     return q_THD, *caches, batch
 
 
-def compare(q_THD, k_cache, v_cache, batch, plan=None, **how):
+def attend(q_THD, k_cache, v_cache, batch, launch, scale, sliding_window=None, softcap=None):
+    args = AttentionArgs(sliding_window, scale, softcap)
+    return triton_ops.paged_attention(q_THD, KVCache(k_cache, v_cache), batch, args, launch)
+
+
+def compare(q_THD, k_cache, v_cache, batch, launch=None, **how):
     how = {"scale": q_THD.shape[-1] ** -0.5} | how
-    found = triton_paged_attention(q_THD, k_cache, v_cache, batch, plan=plan, **how)
+    found = attend(q_THD, k_cache, v_cache, batch, launch, **how)
     wanted = attention.paged_attention(q_THD, k_cache, v_cache, batch, backend="torch", **how)
     torch.testing.assert_close(found, wanted, atol=ATOL[q_THD.dtype], rtol=0)
 
@@ -69,21 +80,21 @@ def compare(q_THD, k_cache, v_cache, batch, plan=None, **how):
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 80), (4, 96), (7, 128), (8, 64)])
 def test_group_sizes_head_dims_and_dtypes(group, head_dim, dtype):
     args = case(MIXED, G=group, D=head_dim, dtype=dtype)
-    compare(*args, plan=plan_of(len(args[0]), len(MIXED), group))
+    compare(*args, launch=launch_of(len(args[0]), len(MIXED), group))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64, 256])
 def test_block_sizes_around_the_tile(block_size):
     lens = [(1, n) for n in (1, block_size - 1, block_size, block_size + 1) if 0 < n < 70]
     args = case(lens + [(9, 9)], P=block_size)
-    compare(*args, plan=plan_of(len(args[0]), len(lens) + 1, 3, tile=16))
+    compare(*args, launch=launch_of(len(args[0]), len(lens) + 1, 3, tile=16))
 
 
 @pytest.mark.parametrize("tile", [16, 32, 64])
 @pytest.mark.parametrize("block_m", [16, 32, 64])
 def test_launches_of_any_size(block_m, tile):
     args = case(MIXED)
-    compare(*args, plan=plan_of(len(args[0]), len(MIXED), 3, block_m=block_m, tile=tile))
+    compare(*args, launch=launch_of(len(args[0]), len(MIXED), 3, block_m=block_m, tile=tile))
 
 
 @pytest.mark.parametrize("num_splits", [2, 4, 16])
@@ -93,7 +104,7 @@ def test_splits_and_empty_splits(num_splits, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     args = case(MIXED)
-    compare(*args, plan=plan_of(len(args[0]), len(MIXED), 3, num_splits=num_splits))
+    compare(*args, launch=launch_of(len(args[0]), len(MIXED), 3, num_splits=num_splits))
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -108,12 +119,10 @@ def test_a_sequence_without_keys_gets_zeros(num_splits, window):
     wanted[2:] = 0
     batch.seq_lens_S[2:] = 0
     batch.block_tables_SB[2:] = 10**6  # not even looked at
-    plan = plan_of(4, 4, 3, num_splits=num_splits)
-    found = triton_paged_attention(
-        q_THD, k_cache, v_cache, batch, scale=0.1, sliding_window=window, plan=plan
-    )
+    launch = launch_of(4, 4, 3, num_splits=num_splits)
+    found = attend(q_THD, k_cache, v_cache, batch, launch, scale=0.1, sliding_window=window)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
-    assert keys_of_program(plan, range(5), [17, 5, 0, 0], 2, 0, window)[1:] == (0, 0)
+    assert keys_of_program(launch, range(5), [17, 5, 0, 0], 2, 0, window)[1:] == (0, 0)
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 16, 100])
@@ -121,8 +130,8 @@ def test_a_sequence_without_keys_gets_zeros(num_splits, window):
 def test_sliding_window(window, num_splits):
     lens = [(1, n) for n in (window - 1, window, window + 1, 33) if n > 0] + [(7, 21), (4, 4)]
     args = case(lens)
-    plan = plan_of(len(args[0]), len(lens), 3, num_splits=num_splits)
-    compare(*args, plan=plan, sliding_window=window)
+    launch = launch_of(len(args[0]), len(lens), 3, num_splits=num_splits)
+    compare(*args, launch=launch, sliding_window=window)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -130,9 +139,9 @@ def test_sliding_window(window, num_splits):
 def test_scores_far_from_zero(num_splits, sign):
     """Around +-300: exp of none of them is a float32."""
     q_THD, k_cache, v_cache, batch = case(MIXED)
-    plan = plan_of(len(q_THD), len(MIXED), 3, num_splits=num_splits)
+    launch = launch_of(len(q_THD), len(MIXED), 3, num_splits=num_splits)
     q_THD, k_cache = sign * q_THD.abs(), k_cache.abs()
-    found = triton_paged_attention(q_THD, k_cache, v_cache, batch, scale=8.0, plan=plan)
+    found = attend(q_THD, k_cache, v_cache, batch, launch, scale=8.0)
     wanted = attention.paged_attention(
         q_THD.double(), k_cache.double(), v_cache.double(), batch, scale=8.0, backend="torch"
     )
@@ -141,10 +150,10 @@ def test_scores_far_from_zero(num_splits, sign):
 
 def test_softcap_and_scale():
     args = case(MIXED)
-    compare(*args, plan=plan_of(len(args[0]), len(MIXED), 3), softcap=2.0, scale=0.3)
+    compare(*args, launch=launch_of(len(args[0]), len(MIXED), 3), softcap=2.0, scale=0.3)
 
 
-def test_the_plan_it_makes_itself():
+def test_the_launch_it_chooses_itself():
     compare(*case(MIXED))
     compare(*case([(1, 70), (1, 9)]))  # all decode: split
     compare(*case([(1, 5)], K=1, G=5))
@@ -171,7 +180,7 @@ def test_slots_past_31_bits():
     slot = torch.tensor([last * P + 2], device=DEVICE)
     new = torch.full((1, 1, D), 7.0, dtype=torch.bfloat16, device=DEVICE)
     cos, sin = torch.ones(1, D // 2, device=DEVICE), torch.zeros(1, D // 2, device=DEVICE)
-    kernels.triton_rope_and_write(new, new, new, cos, sin, cache, cache, slot)
+    triton_ops.rope_and_write(new, new, new, cos, sin, KVCache(cache, cache), slot)
     assert (cache[last, 0, 2] == 7).all()
 
 
@@ -183,28 +192,43 @@ def test_block_sizes_that_are_no_power_of_two_are_refused():
         LLM("tiny", attention_backend="triton", block_size=3)
 
 
-# ---- the plan --------------------------------------------------------------------------
+# ---- the launch configuration ---------------------------------------------------------
 
 
-def test_launch_plan_by_hand():
+def test_launch_config_by_hand():
     # 64 decodes, group 4: 16 rows are 4 tokens; 512 programs fill 132 SMs twice: no split
-    plan = choose_launch_config(64, 64, 1, 32, 8, 128, 2, num_sms=132)
-    assert (plan.block_m, plan.block_q, plan.tile, plan.num_splits) == (16, 4, 64, 1)
-    assert plan.grid == (64 // 4 + 64, 8, 1)
+    launch = choose_launch_config(64, 64, 1, 32, 8, 128, 2, num_sms=132)
+    assert (launch.block_m, launch.block_q, launch.tile, launch.num_splits) == (16, 4, 64, 1)
+    assert launch.grid == (64 // 4 + 64, 8, 1)
     # one decode: 8 programs; 264 wanted: 33 times as many, so 64, which is the most
     assert choose_launch_config(1, 1, 1, 32, 8, 128, 2, 132).num_splits == 64
     assert choose_launch_config(1, 1, 1, 8, 1, 128, 2, 132).num_splits == 64
     # 16 decodes: 128 programs; 264 wanted: 3 times, so 4
     assert choose_launch_config(16, 16, 1, 32, 8, 128, 2, 132).num_splits == 4
     # a prompt: 128 rows of 32 tokens, never split
-    plan = choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, 132)
-    assert (plan.block_m, plan.block_q, plan.num_splits, plan.num_warps) == (128, 32, 1, 8)
+    launch = choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, 132)
+    assert (launch.block_m, launch.block_q, launch.num_splits, launch.num_warps) == (
+        128,
+        32,
+        1,
+        8,
+    )
     # float32 and large heads: smaller, so that nothing spills
     assert choose_launch_config(2048, 1, 2048, 32, 8, 128, 4, 132).block_m == 16
-    plan = choose_launch_config(2048, 1, 2048, 32, 8, 256, 2, 132)
-    assert (plan.block_m, plan.tile, plan.num_warps, plan.max_registers) == (64, 32, 8, None)
-    plan = choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, 132, is_quantized=True)
-    assert (plan.block_m, plan.tile, plan.num_warps, plan.max_registers) == (64, 32, 8, 255)
+    launch = choose_launch_config(2048, 1, 2048, 32, 8, 256, 2, 132)
+    assert (launch.block_m, launch.tile, launch.num_warps, launch.max_registers) == (
+        64,
+        32,
+        8,
+        None,
+    )
+    launch = quantized_launch_config(2048, 1, 2048, 32, 8, 128, 2, 132)
+    assert (launch.block_m, launch.tile, launch.num_warps, launch.max_registers) == (
+        64,
+        32,
+        8,
+        255,
+    )
     # a group larger than 16 sets the rows
     assert choose_launch_config(4, 4, 1, 71, 1, 64, 2, 132).block_m == 128
 
@@ -215,13 +239,14 @@ def test_programs_read_each_key_they_need(num_splits, window):
     """Over all programs of a sequence's query block: each visible tile once, no other."""
     lens = [(1, 1), (1, 65), (40, 40), (7, 100), (1, 300)]
     T, group = sum(t for t, _ in lens), 3
-    plan = plan_of(T, len(lens), group, num_splits=num_splits)
+    launch = launch_of(T, len(lens), group, num_splits=num_splits)
     starts = [sum(t for t, _ in lens[:i]) for i in range(len(lens) + 1)]
     seq_lens = [n for _, n in lens]
     tokens_done = [0] * len(lens)
-    for block in range(plan.grid[0]):
+    for block in range(launch.grid[0]):
         reads = [
-            keys_of_program(plan, starts, seq_lens, block, s, window) for s in range(num_splits)
+            keys_of_program(launch, starts, seq_lens, block, s, window)
+            for s in range(num_splits)
         ]
         seq = reads[0][0]
         keys = sorted(k for _, first, end in reads for k in range(first, end))
@@ -231,13 +256,13 @@ def test_programs_read_each_key_they_need(num_splits, window):
         if not keys:
             assert first_query >= query_len
             continue
-        last_query = min(first_query + plan.block_q, query_len) - 1
-        tokens_done[seq] += plan.block_q
+        last_query = min(first_query + launch.block_q, query_len) - 1
+        tokens_done[seq] += launch.block_q
         context = seq_len - query_len
         oldest = 0 if window is None else max(0, context + first_query - window + 1)
-        first_tile, last_tile = oldest // plan.tile, (context + last_query) // plan.tile
-        end = min((last_tile + 1) * plan.tile, seq_len)
-        assert keys == list(range(first_tile * plan.tile, end))
+        first_tile, last_tile = oldest // launch.tile, (context + last_query) // launch.tile
+        end = min((last_tile + 1) * launch.tile, seq_len)
+        assert keys == list(range(first_tile * launch.tile, end))
     assert all(done >= n for done, (n, _) in zip(tokens_done, lens, strict=True))
 
 
@@ -251,13 +276,13 @@ def test_rms_norm(size, dtype):
     weight = torch.randn(size).to(DEVICE, dtype)
     for r in (None, residual):
         r = None if r is None else r.float()
-        found = kernels.triton_rms_norm(x, weight, 1e-5, r)
+        found = triton_ops.rms_norm(x, weight, 1e-5, r)
         wide = x.float() if r is None else x.float() + r
         wanted = torch.nn.functional.rms_norm(wide, (size,), weight.float(), 1e-5)
         torch.testing.assert_close(found[0].float(), wanted, atol=4 * ATOL[dtype], rtol=1e-2)
         torch.testing.assert_close(found[1], wide)
     heads = torch.randn(3, 4, size).to(DEVICE, dtype)  # Qwen3's norm of each head
-    found, _ = kernels.triton_rms_norm(heads, weight, 1e-5)
+    found, _ = triton_ops.rms_norm(heads, weight, 1e-5)
     wanted = torch.nn.functional.rms_norm(heads.float(), (size,), weight.float(), 1e-5)
     torch.testing.assert_close(found.float(), wanted, atol=4 * ATOL[dtype], rtol=1e-2)
 
@@ -272,10 +297,10 @@ def test_rope_and_write(head_dim, group, dtype):
     slots = torch.tensor([7, -1, 0, 19, -1, 8], device=DEVICE)
     found, wanted = (torch.full((2, N, K, P, head_dim), 5.0).to(DEVICE, dtype) for _ in "ab")
     cos, sin = angles.cos(), angles.sin()
-    q_found = kernels.triton_rope_and_write(q, k, v, cos, sin, *found, slots)
-    references.write_to_cache(references.apply_rope(k, cos, sin), v, *wanted, slots)
+    q_found = triton_ops.rope_and_write(q, k, v, cos, sin, KVCache(*found), slots)
+    REFERENCE.rope_and_write(q, k, v, cos, sin, KVCache(*wanted), slots)
     tolerance = {"atol": ATOL[dtype], "rtol": 1e-2}
-    torch.testing.assert_close(q_found, references.apply_rope(q, cos, sin), **tolerance)
+    torch.testing.assert_close(q_found, apply_rope(q, cos, sin), **tolerance)
     torch.testing.assert_close(found, wanted, **tolerance)
     untouched = torch.ones(N * P, dtype=torch.bool)
     untouched[[7, 0, 19, 8]] = False
@@ -289,7 +314,7 @@ def test_silu_mul(size, dtype):
     gate_up = torch.randn(3, 2 * size).to(DEVICE, dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
     wanted = torch.nn.functional.silu(gate) * up
-    found = kernels.triton_silu_mul(gate_up).float()
+    found = triton_ops.silu_mul(gate_up).float()
     torch.testing.assert_close(found, wanted, atol=ATOL[dtype], rtol=1e-2)
 
 

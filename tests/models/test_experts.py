@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from nanobatch.extensions.tensor_parallel import Ranks
-from nanobatch.models import experts as mixture_of_experts
+from nanobatch.kernels.ops import REFERENCE
 from nanobatch.models.config import ModelConfig
-from nanobatch.models.experts import Experts, count_ids, grouped_matmul
+from nanobatch.models.experts import Experts, count_ids
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -29,7 +29,7 @@ def row_by_row(x_MK, weight_XNK, counts):
 def test_grouped_matmul(counts):
     torch.manual_seed(0)
     x, weight = torch.randn(sum(counts), 24), torch.randn(len(counts), 10, 24)
-    found = grouped_matmul(x, weight, torch.tensor(counts))
+    found = REFERENCE.grouped_matmul(x, weight, torch.tensor(counts))
     torch.testing.assert_close(found.double(), row_by_row(x, weight, counts), atol=1e-5, rtol=0)
 
 
@@ -117,15 +117,15 @@ def test_company_changes_nothing():
         torch.testing.assert_close(layer(x[i : i + 1])[0], together[i], atol=1e-4, rtol=1e-5)
 
 
-def test_the_kernel_in_a_whole_layer(monkeypatch):
+def test_the_kernel_in_a_whole_layer():
     pytest.importorskip("triton")
-    from nanobatch.kernels.grouped_matmul import triton_grouped_matmul
+    from nanobatch.kernels.triton_ops import TritonOps
 
     torch.manual_seed(0)
     layer, x = experts(), torch.randn(20, 16)
     wanted = token_by_token(layer, x)
     layer = layer.to(DEVICE)
-    monkeypatch.setattr(mixture_of_experts, "grouped_matmul", triton_grouped_matmul)
+    layer.ops = TritonOps()
     torch.testing.assert_close(layer(x.to(DEVICE)).cpu().double(), wanted, atol=1e-3, rtol=1e-4)
 
 

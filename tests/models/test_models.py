@@ -41,6 +41,7 @@ from transformers import (
 from nanobatch import LLM, EngineConfig, LLMEngine, ModelRunner, SamplingParams
 from nanobatch.attention import PagedAttend
 from nanobatch.batch import Row, pack
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.models.decoder import Decoder
 from nanobatch.utils.arithmetic import cdiv
 
@@ -249,7 +250,7 @@ def paged_logits(
     tables = [[ids.pop() for _ in range(n)] for n in num_blocks]
     shape = (sum(num_blocks) + 2, config.num_kv_heads, block_size, config.head_dim)
     caches = [
-        (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+        KVCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
         for _ in range(config.num_layers)
     ]
     pieces = [[] for _ in prompts]

@@ -9,11 +9,14 @@
 
 #if defined CACHE_INT8 || defined CACHE_FP8
 enum { IN_8_BITS = 1 };
+#define SMALLEST_SCALE 1e-30
 #ifdef CACHE_INT8
+#define LARGEST 127
 typedef int8_t cell;
 static inline float load_cell(cell x) { return x; }
 static inline cell store_cell(float f) { return (cell)floorf(f + 0.5f); }
 #else
+#define LARGEST 448
 typedef uint8_t cell; /* e4m3: a float's sign, lowest 4 bits of exponent, highest 3 of mantissa */
 static inline float load_cell(cell x) {
     uint32_t bits = (uint32_t)(x & 0x80) << 24 | (uint32_t)(x & 0x7f) << 20;

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from nanobatch.extensions.cpu.library import CACHES, ELEMENTS, Library, build, constants_of
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.utils.device import cpu_has
 
 MAX_PREFILL_ROWS = 256  # queries times heads of a piece
@@ -51,7 +52,7 @@ class CpuKernels(Library):
     def rms_norm(
         self, x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See fused_kernels.rms_norm."""
+        """See Ops.rms_norm."""
         x_TE, E = x_TE.contiguous(), x_TE.shape[-1]
         sum_TE, out_TE = torch.empty_like(x_TE, dtype=torch.float32), torch.empty_like(x_TE)
         T = x_TE.numel() // E
@@ -59,7 +60,7 @@ class CpuKernels(Library):
         return out_TE, sum_TE
 
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
-        """See fused_kernels.silu_mul."""
+        """See Ops.silu_mul."""
         *rows, both = gate_up_TF.shape
         out_TF = gate_up_TF.new_empty(*rows, both // 2)
         T = gate_up_TF.numel() // both
@@ -73,25 +74,22 @@ class CpuKernels(Library):
         v_TKD: Tensor,
         cos_TR: Tensor,
         sin_TR: Tensor,
-        k_cache_NKPD: Tensor,
-        v_cache_NKPD: Tensor,
+        cache: KVCache,
         slot_mapping_T: Tensor,
-        k_scale_NKP: Tensor | None = None,
-        v_scale_NKP: Tensor | None = None,
     ) -> Tensor:
-        """See fused_kernels.rope_and_write."""
-        (T, H, D), (_, K, P, _) = q_THD.shape, k_cache_NKPD.shape
+        """See Ops.rope_and_write."""
+        (T, H, D), (_, K, P, _) = q_THD.shape, cache.keys.shape
         q_THD, k_TKD, v_TKD = map(_dense_heads, (q_THD, k_TKD, v_TKD))
         strides = [x.stride(0) for x in (q_THD, k_TKD, v_TKD)]
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         self._call(
             "rope_and_write", q_THD, k_TKD, v_TKD, *strides, cos_TR, sin_TR, slot_mapping_T,
-            T, H, K, P, D, k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP, out_THD,
+            T, H, K, P, D, *_pointers(cache), out_THD,
         )  # fmt: skip
         return out_THD
 
     def top_ids(self, x_SV: Tensor, k: int) -> Tensor:
-        """See fused_kernels.top_ids."""
+        """See Ops.top_ids."""
         S, V = x_SV.shape
         ids_SX = torch.empty(S, k, dtype=torch.int64)
         self._call("top_ids", x_SV.contiguous(), S, V, k, ids_SX)
@@ -100,10 +98,7 @@ class CpuKernels(Library):
     def paged_decode(
         self,
         q_THD: Tensor,
-        k_cache_NKPD: Tensor,
-        v_cache_NKPD: Tensor,
-        k_scale_NKP: Tensor | None,
-        v_scale_NKP: Tensor | None,
+        cache: KVCache,
         block_tables_SB: Tensor,
         token_S: Tensor,
         start_S: Tensor,
@@ -117,10 +112,10 @@ class CpuKernels(Library):
             token_S: int64, which of the T tokens it is. start_S, end_S: int32, the positions
                 that it sees. Others: as in attention.paged_attention; q and out contiguous.
         """
-        (S, B), K = block_tables_SB.shape, k_cache_NKPD.shape[1]
+        (S, B), K = block_tables_SB.shape, cache.keys.shape[1]
         self._call(
-            "paged_decode", q_THD, k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP,
-            block_tables_SB, B, token_S, start_S, end_S, S, K, scale, out_THD,
+            "paged_decode", q_THD, *_pointers(cache), block_tables_SB, B, token_S, start_S,
+            end_S, S, K, scale, out_THD,
         )  # fmt: skip
 
 
@@ -130,10 +125,7 @@ class CpuPrefill(Library):
     def paged_prefill(
         self,
         q_THD: Tensor,
-        k_cache_NKPD: Tensor,
-        v_cache_NKPD: Tensor,
-        k_scale_NKP: Tensor | None,
-        v_scale_NKP: Tensor | None,
+        cache: KVCache,
         block_tables_SB: Tensor,
         pieces_I4: Tensor,
         window: int | None,
@@ -146,10 +138,10 @@ class CpuPrefill(Library):
             pieces_I4: int32: sequence, first token of T, how many (at most
                 MAX_PREFILL_ROWS / G), position of the first. Others: as in paged_decode.
         """
-        B, num_pieces, K = block_tables_SB.shape[1], len(pieces_I4), k_cache_NKPD.shape[1]
+        B, num_pieces, K = block_tables_SB.shape[1], len(pieces_I4), cache.keys.shape[1]
         self._call(
-            "paged_prefill", q_THD, k_cache_NKPD, v_cache_NKPD, k_scale_NKP, v_scale_NKP,
-            block_tables_SB, B, pieces_I4, num_pieces, K, window or 0, scale, out_THD,
+            "paged_prefill", q_THD, *_pointers(cache), block_tables_SB, B, pieces_I4,
+            num_pieces, K, window or 0, scale, out_THD,
         )  # fmt: skip
 
 
@@ -184,6 +176,11 @@ class CpuMatmul(Library):
         out = torch.empty(T, F // 2 if is_gated else F, dtype=dtype)
         self._call("matmul", x_TE, packed, bias_F, T, F, E, self.FORMS.index(form), out)
         return out
+
+
+def _pointers(cache: KVCache) -> tuple[Tensor | None, ...]:
+    """Keys, values and, in 8 bits, their scales, else None twice."""
+    return cache.parts if len(cache.parts) == 4 else (*cache.parts, None, None)
 
 
 def _dense_heads(x_TXD: Tensor) -> Tensor:

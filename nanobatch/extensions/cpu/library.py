@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanobatch.extensions.quantized_cache import LARGEST, SMALLEST_SCALE
 from nanobatch.utils.device import cache_directory
 
 HERE = Path(__file__).parent
@@ -104,8 +103,7 @@ def constants_of(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> dict[st
     """What C is told of the number formats of elements and cache."""
     if cache_dtype not in CACHES:
         return ELEMENTS[dtype]
-    of_cache = {"LARGEST": LARGEST[cache_dtype], "SMALLEST_SCALE": SMALLEST_SCALE}
-    return ELEMENTS[dtype] | {CACHES[cache_dtype]: 1} | of_cache
+    return ELEMENTS[dtype] | {CACHES[cache_dtype]: 1}
 
 
 def build(source: str, constants: dict[str, float]) -> Path | None:
