@@ -73,6 +73,16 @@ class QuantizedCache(KVCache):
         return cls(*(torch.empty(size, dtype=kind, device=device) for size, kind in kinds))
 
     @property
+    def largest(self) -> int:
+        """The largest number that the format holds."""
+        return LARGEST[self.keys.dtype]
+
+    @property
+    def smallest_scale(self) -> float:
+        """The scale of a row of zeros."""
+        return SMALLEST_SCALE
+
+    @property
     def parts(self) -> tuple[Tensor, ...]:
         """All of its tensors; the first dimension of each is N."""
         return self.keys, self.values, self.k_scales, self.v_scales

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanobatch.batch import Batch
-from nanobatch.extensions.quantized_cache import LARGEST, SMALLEST_SCALE, QuantizedCache
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
 from nanobatch.kernels.triton_ops import (
     dense_heads,
@@ -261,7 +261,7 @@ def quantized_attention_kernel(
 
 
 class QuantizedTritonBackend(TritonBackend):
-    """Triton's backend, for caches in 8 bits."""
+    """Triton's backend, for caches in 8 bits: each is a QuantizedCache."""
 
     def rope_and_write(
         self,
@@ -270,7 +270,7 @@ class QuantizedTritonBackend(TritonBackend):
         v_TKD: Tensor,
         cos_TR: Tensor,
         sin_TR: Tensor,
-        cache: QuantizedCache,
+        cache: KVCache,
         slot_mapping_T: Tensor,
     ) -> Tensor:
         """See Ops.rope_and_write."""
@@ -280,14 +280,14 @@ class QuantizedTritonBackend(TritonBackend):
         quantized_rope_and_write_kernel[grid](
             out_THD, *cache.parts, q_THD, k_TKD, v_TKD, cos_TR, sin_TR, slot_mapping_T,
             q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), **sizes,
-            LARGEST=LARGEST[cache.keys.dtype], SMALLEST_SCALE=SMALLEST_SCALE,
+            LARGEST=cache.largest, SMALLEST_SCALE=cache.smallest_scale,
         )  # fmt: skip
         return out_THD
 
     def paged_attention(
         self,
         q_THD: Tensor,
-        cache: QuantizedCache,
+        cache: KVCache,
         batch: Batch,
         args: AttentionArgs,
         launch: LaunchConfig | None = None,

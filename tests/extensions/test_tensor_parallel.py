@@ -105,8 +105,8 @@ def test_what_the_ranks_compute_adds_up_to_the_whole(name, size, biased, no_sums
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
     close(total(p.ranks.embed(token_ids_T, p.embed.weight) for p in parts), whole.embed.weight)
-    logits_SX = torch.cat([part._products(x_TE) for part in parts], dim=1)
-    close(logits_SX[:, : whole.vocab_size], whole._products(x_TE))
+    logits_SX = torch.cat([part.lm_head(x_TE) for part in parts], dim=1)
+    close(logits_SX[:, : whole.vocab_size], whole.lm_head(x_TE))
     for i, layer in enumerate(whole.layers):
         own = [part.layers[i] for part in parts]
         close(total(p.mlp(x_TE) for p in own), layer.mlp(x_TE))
