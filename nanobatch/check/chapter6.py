@@ -62,7 +62,7 @@ def _partial(scores_ML: Tensor, values_LD: Tensor) -> Part:
 
 
 def ex6_2(answer: Callable) -> None:
-    """bytes_read(plan, query_start_loc, seq_lens, head_dim, itemsize) -> int.
+    """bytes_read(launch, query_start_loc, seq_lens, head_dim, itemsize) -> int.
 
     Bytes of keys and values that all programs of one launch read from the cache: all query
     blocks, all KV heads, all splits.
@@ -80,23 +80,25 @@ def ex6_2(answer: Callable) -> None:
         query_start_loc = [sum(t for t, _ in lens[:i]) for i in range(len(lens) + 1)]
         seq_lens = [n for _, n in lens]
         grid = (query_start_loc[-1] // block_q + len(lens), num_kv_heads, num_splits)
-        plan = LaunchConfig(16, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
-        inputs = (plan, query_start_loc, seq_lens, head_dim, itemsize)
+        launch = LaunchConfig(16, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
+        inputs = (launch, query_start_loc, seq_lens, head_dim, itemsize)
         expect(call(answer, *inputs), _bytes_read(*inputs), *inputs)
     right("ex6_2")
 
 
 def _bytes_read(
-    plan: LaunchConfig,
+    launch: LaunchConfig,
     query_start_loc: list[int],
     seq_lens: list[int],
     head_dim: int,
     itemsize: int,
 ) -> int:
-    num_query_blocks, num_kv_heads, num_splits = plan.grid
+    num_query_blocks, num_kv_heads, num_splits = launch.grid
     num_keys = 0
     for query_block in range(num_query_blocks):
         for split in range(num_splits):
-            _, first, end = keys_of_program(plan, query_start_loc, seq_lens, query_block, split)
+            _, first, end = keys_of_program(
+                launch, query_start_loc, seq_lens, query_block, split
+            )
             num_keys += end - first
     return num_keys * num_kv_heads * 2 * head_dim * itemsize

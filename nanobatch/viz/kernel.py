@@ -34,29 +34,29 @@ class Program(NamedTuple):
 
 
 def programs_of(
-    batch: Batch, plan: LaunchConfig, sliding_window: int | None = None
+    batch: Batch, launch: LaunchConfig, sliding_window: int | None = None
 ) -> list[Program]:
     """The programs of one KV head, in order of query block and split."""
     lens = batch.query_start_loc.tolist(), batch.seq_lens_S.tolist()
-    num_query_blocks, _, num_splits = plan.grid
+    num_query_blocks, _, num_splits = launch.grid
     return [
-        Program(block, split, *keys_of_program(plan, *lens, block, split, sliding_window))
+        Program(block, split, *keys_of_program(launch, *lens, block, split, sliding_window))
         for block in range(num_query_blocks)
         for split in range(num_splits)
     ]
 
 
 def reads_of_programs(
-    batch: Batch, plan: LaunchConfig, sliding_window: int | None = None
+    batch: Batch, launch: LaunchConfig, sliding_window: int | None = None
 ) -> Figure:
     """Which keys each program reads, coloured by request; grey: keys that it skips.
 
     Args:
         batch: the step's batch; row i is request i.
-        plan: the launch configuration.
+        launch: the launch configuration.
         sliding_window: keys that a query sees, its own included; None: all up to it.
     """
-    programs = programs_of(batch, plan, sliding_window)
+    programs = programs_of(batch, launch, sliding_window)
     seq_lens = batch.seq_lens_S.tolist()
     figure = Figure(figsize=(9, 0.25 * len(programs) + 1.3), layout="constrained")
     ax = figure.subplots()
@@ -78,16 +78,16 @@ def reads_of_programs(
         ax.barh(
             y, num_keys, left=program.first, height=0.8, color=colour_of(program.seq), zorder=2
         )
-        middle = program.first + min(num_keys, plan.tile) / 2  # of its first tile
+        middle = program.first + min(num_keys, launch.tile) / 2  # of its first tile
         ax.text(middle, y, str(program.seq), ha="center", va="center", fontsize=8, zorder=4)
     longest = max(seq_lens)
-    ticks = [tile * plan.tile for tile in range(cdiv(longest, plan.tile) + 1)]
+    ticks = [tile * launch.tile for tile in range(cdiv(longest, launch.tile) + 1)]
     for tick in ticks:
         ax.axvline(tick, color="white", linewidth=1.2, zorder=3)
     ax.set_xticks(ticks[:: cdiv(len(ticks), 16)])
     ax.set_xlim(0, longest)
-    _label_programs(ax, programs, plan)
-    ax.set_xlabel(f"key position in its sequence (ticks at tiles of {plan.tile})")
+    _label_programs(ax, programs, launch)
+    ax.set_xlabel(f"key position in its sequence (ticks at tiles of {launch.tile})")
     ax.set_title(
         "Keys read by each program; the number is the request; grey: its other keys",
         loc="left",
@@ -96,9 +96,9 @@ def reads_of_programs(
     return figure
 
 
-def _label_programs(ax: Axes, programs: list[Program], plan: LaunchConfig) -> None:
+def _label_programs(ax: Axes, programs: list[Program], launch: LaunchConfig) -> None:
     """One line of the axes for each program, the first on top."""
-    has_splits = plan.num_splits > 1
+    has_splits = launch.num_splits > 1
     labels = [
         f"{p.query_block}, {p.split}" if has_splits else f"{p.query_block}" for p in programs
     ]
@@ -111,7 +111,7 @@ def _label_programs(ax: Axes, programs: list[Program], plan: LaunchConfig) -> No
 
 def bytes_of_programs(
     batch: Batch,
-    plans: Mapping[str, LaunchConfig],
+    launches: Mapping[str, LaunchConfig],
     head_dim: int,
     itemsize: int,
     sliding_window: int | None = None,
@@ -120,15 +120,15 @@ def bytes_of_programs(
 
     Args:
         batch: the step's batch; row i is request i.
-        plans: launch configurations by the title of their panel.
+        launches: launch configurations by the title of their panel.
         head_dim: D.
         itemsize: bytes of one number of the cache.
         sliding_window: keys that a query sees, its own included; None: all up to it.
     """
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    axes = figure.subplots(1, len(plans), sharey=True, squeeze=False)[0]
-    for ax, (name, plan) in zip(axes, plans.items(), strict=True):
-        programs = programs_of(batch, plan, sliding_window)
+    axes = figure.subplots(1, len(launches), sharey=True, squeeze=False)[0]
+    for ax, (name, launch) in zip(axes, launches.items(), strict=True):
+        programs = programs_of(batch, launch, sliding_window)
         kib = [2 * (p.end - p.first) * head_dim * itemsize / 1024 for p in programs]
         bars = ax.bar(
             range(len(programs)), kib, width=0.8, color=[colour_of(p.seq) for p in programs]
@@ -157,11 +157,11 @@ def _example() -> tuple[Batch, LaunchConfig, LaunchConfig]:
     rows = [Row([0] * t, n - t, range(cdiv(n, block_size))) for t, n in lens]
     batch = pack(rows, block_size)
     query_blocks = len(batch.token_ids_T) // 5 + len(lens)
-    plans = [
+    launches = [
         LaunchConfig(16, 5, 8, splits, (query_blocks, 1, splits), num_warps=4, num_stages=2)
         for splits in (1, 4)
     ]
-    return batch, *plans
+    return batch, *launches
 
 
 def _example_reads() -> Figure:
@@ -171,8 +171,8 @@ def _example_reads() -> Figure:
 
 def _example_bytes() -> Figure:
     batch, whole, split = _example()
-    plans = {"1 split": whole, "4 splits": split}
-    return bytes_of_programs(batch, plans, head_dim=16, itemsize=4)
+    launches = {"1 split": whole, "4 splits": split}
+    return bytes_of_programs(batch, launches, head_dim=16, itemsize=4)
 
 
 EXAMPLES: dict[str, Callable[[], Figure]] = {
