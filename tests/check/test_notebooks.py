@@ -1,7 +1,8 @@
 """The notebooks as they are committed, their student versions, and grading.
 
 That they run is checked by executing them (`python -m pytest --nbmake notebooks/*.ipynb`); that
-the checks refuse wrong answers, in test_chapter1.py to test_chapter8.py.
+the checks refuse wrong answers, in test_chapter1.py to test_chapter8.py. That students can
+solve them and instructors grade them takes minutes: `python -m pytest -m slow tests/check`.
 """
 
 import re
@@ -25,12 +26,6 @@ NAMES = [file.name for file in FILES]
 PACKAGE = Path(check.__file__).parent.parent
 MAX_LINES = 15  # but for imports, which ruff sorts one to a line
 PATHS = re.compile(r"(?<![\w.])/(?:work|root|tmp|home/\w+|usr)/[\w./-]*")
-# The quickest to run: what is checked in every run. -m slow does the others.
-QUICK = "06_the_triton_kernel.ipynb"
-EVERY = [
-    pytest.param(file, marks=[] if file.name == QUICK else [pytest.mark.slow], id=file.name)
-    for file in FILES
-]
 
 
 def read(file):
@@ -140,7 +135,8 @@ def run(notebook):
     return failed
 
 
-@pytest.mark.parametrize("file", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_students_fail_at_the_graded_cells_until_they_solve_them(file):
     notebook = read(file)
     student = student_version(notebook)
@@ -153,7 +149,8 @@ def test_students_fail_at_the_graded_cells_until_they_solve_them(file):
     assert run(solved_version(student, notebook)) == []
 
 
-@pytest.mark.parametrize("file", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_nbgrader_makes_validates_and_grades_them(file, tmp_path):
     """An instructor's commands: one student who solved it, one who did not."""
 

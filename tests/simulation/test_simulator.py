@@ -296,8 +296,12 @@ def test_an_engine_runs_on_a_simulated_runner():
 # ---- outputs are the same under all of them --------------------------------------------
 
 
-@pytest.mark.parametrize("num_blocks, chunk", [(64, 64), (15, 16), (12, 16)])
-@pytest.mark.parametrize("preemption", PREEMPTIONS)
+# Pools that preempt some and many; one where everything fits, which preempts nobody.
+POOLS = [(64, 64, "recompute")]
+POOLS += [(*pool, preemption) for pool in ((15, 16), (12, 16)) for preemption in PREEMPTIONS]
+
+
+@pytest.mark.parametrize("num_blocks, chunk, preemption", POOLS)
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batching", BATCHING)
