@@ -135,7 +135,7 @@ class Engine:
         return plan
 
     def preempt(self, request: Request) -> None:
-        """Take back its blocks. It will be the next to join, and begins anew."""
+        """Free its blocks. It will be the next to join, and starts from its first token."""
         self.free(request)
         request.num_computed = 0
         self.waiting.appendleft(request)
@@ -158,7 +158,7 @@ class Engine:
     # ---- The batch: the T tokens of all requests side by side, no padding.
 
     def compute(self, plan: Plan) -> list[int]:
-        """The most likely next token of each request; inside a prompt nobody needs it."""
+        """The most likely next token of each request; inside a prompt it is discarded."""
         token_ids, positions, slots = [], [], []
         for request, num_scheduled in plan:
             new = range(request.num_computed, request.num_computed + num_scheduled)
@@ -197,7 +197,7 @@ def attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, positions_T: Tensor) 
 
 
 class Llama:
-    """The bundled model. It knows no requests: tokens meet each other in attend() only."""
+    """The bundled model. It knows no requests: tokens see each other only in attend()."""
 
     def __init__(self, folder: Path = TINY_MODEL):
         config = json.loads((folder / "config.json").read_text())

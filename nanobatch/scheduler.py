@@ -13,7 +13,7 @@ of 8 tokens:
     waiting   r2  computed  0 of  6   -> 2      admitted; a first chunk, cut by the budget
               r3                             no budget left: waits
 
-A request's way, and a step's:
+The path of a request, and the calls of a step:
 
     add ---> waiting (by arrival) ---> running (by admission) ---> finished
                 ^                         |
@@ -279,8 +279,8 @@ class Scheduler:
         return budget
 
     def _hit(self, request: Request) -> list[int]:
-        """The cached blocks of a request's prefix. None if its computed tokens were kept when
-        it was preempted (swap): it needs no others."""
+        """The cached blocks of a request's prefix; [] for one that was swapped out, since its
+        computed tokens were kept."""
         if request.num_computed_tokens > 0:
             return []
         return self.allocator.match_prefix(request.token_ids, request.cache_salt)
