@@ -16,16 +16,16 @@ transformers does with a batch; the baseline of Orca (Yu et al., OSDI 2022).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from nanobatch.attention import masked_attention
 from nanobatch.attention_masks import padded_mask
-from nanobatch.extensions.quantized_cache import LARGEST, dequantize, quantize
 from nanobatch.kernels.ops import apply_rope
 from nanobatch.models.decoder import AttentionArgs, Decoder
+from nanobatch.utils.extensions import load_extension
 
 
 class PaddedAttend:
@@ -53,7 +53,7 @@ class PaddedAttend:
         ]
         # Row s starts with this many pads; its real positions count from there.
         self.num_pads_S = max(prompt_lens) - torch.tensor(prompt_lens, device=weight.device)
-        self.max_len, self.cache_dtype = max_len, cache_dtype
+        self.max_len, self._rounded = max_len, _rounding(cache_dtype)
         self.start = self.end = 0  # columns that this step writes
         self._masks: dict[int | None, Tensor] = {}  # by window, for all columns
 
@@ -75,9 +75,8 @@ class PaddedAttend:
     ) -> Tensor:
         rows = (len(self.num_pads_S), -1)
         q_THD, k_TKD = apply_rope(q_THD, cos_TR, sin_TR), apply_rope(k_TKD, cos_TR, sin_TR)
-        if self.cache_dtype in LARGEST:
-            kept = (quantize(x_TKD, self.cache_dtype) for x_TKD in (k_TKD, v_TKD))
-            k_TKD, v_TKD = (dequantize(*numbers, q_THD.dtype) for numbers in kept)
+        if self._rounded is not None:
+            k_TKD, v_TKD = self._rounded(k_TKD), self._rounded(v_TKD)
         k_SKLD, v_SKLD = self.caches[layer]
         k_SKLD[:, :, self.start : self.end] = k_TKD.unflatten(0, rows).transpose(1, 2)
         v_SKLD[:, :, self.start : self.end] = v_TKD.unflatten(0, rows).transpose(1, 2)
@@ -97,6 +96,18 @@ class PaddedAttend:
             mask = padded_mask(seq_lens, self.max_len, window)
             self._masks[window] = mask.to(self.num_pads_S.device)
         return self._masks[window][:, :, self.start : self.end, : self.end]
+
+
+def _rounding(cache_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor] | None:
+    """What a cache in 8 bits makes of keys or values [T, K, D]; None: it has more bits."""
+    if cache_dtype is None or cache_dtype.itemsize > 1:
+        return None
+    cache = load_extension("quantized_cache", f"cache_dtype is {cache_dtype}")
+
+    def rounded(x_TKD: Tensor) -> Tensor:
+        return cache.dequantize(*cache.quantize(x_TKD, cache_dtype), x_TKD.dtype)
+
+    return rounded
 
 
 @torch.inference_mode()
