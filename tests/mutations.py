@@ -167,7 +167,7 @@ def survives(name: str) -> bool:
         file.write_text(text.replace(mutation.old, mutation.new))
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:nbmake",
              *mutation.tests.split()],
             cwd=copy, env=env, capture_output=True, text=True,
         )  # fmt: skip

@@ -15,9 +15,6 @@ import pytest
 from nanobatch import check
 
 nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("nbgrader")
-from nbclient import NotebookClient  # noqa: E402
-
 from nanobatch.check.student import solved_version, student_version  # noqa: E402
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -124,9 +121,12 @@ def test_student_versions_are_those_that_are_committed(file):
 
 def run(notebook):
     """Execute all cells, also after errors; the grade ids (or sources) of those that failed."""
+    nbclient = pytest.importorskip("nbclient")
     notebook = nbformat.from_dict(notebook)
     resources = {"metadata": {"path": str(NOTEBOOKS)}}
-    client = NotebookClient(notebook, timeout=300, allow_errors=True, resources=resources)
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, allow_errors=True, resources=resources
+    )
     client.execute()
     failed = []
     for cell in notebook.cells:
@@ -153,6 +153,7 @@ def test_students_fail_at_the_graded_cells_until_they_solve_them(file):
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_nbgrader_makes_validates_and_grades_them(file, tmp_path):
     """An instructor's commands: one student who solved it, one who did not."""
+    pytest.importorskip("nbgrader")
 
     def nbgrader(*command):
         done = subprocess.run(

@@ -28,10 +28,10 @@ ALL += ["draft llama3", *OTHERS]
 # used: it is the same source.
 TARGETS = [(80, "bf16", [*COMMON, "prefill d256"]), (90, "bf16", ALL)]
 TARGETS += [(86, "bf16", COMMON[: -len(OTHERS)])]
-TARGETS += [pytest.param(89, "bf16", COMMON, marks=pytest.mark.slow)]  # as large as 86
+SLOW = [(89, "bf16", COMMON), (80, "fp16", COMMON[:2])]  # much like 86, and like bf16
+TARGETS += [pytest.param(*target, marks=pytest.mark.slow) for target in SLOW]
 TARGETS += [
     (100, "bf16", COMMON),
-    (80, "fp16", COMMON[:2]),
     (90, "fp32", [*COMMON[:2], "prefill d256", "split d96"]),
 ]
 # Caches in 8 bits; float8 where the hardware converts it.
@@ -76,12 +76,17 @@ def test_machine_code(capability, dtype, names):
             assert (row["matrix"] > 0) == (not dtype.startswith("fp32")), where
 
 
-def test_a_t4_compiles_in_float16():
+@pytest.mark.parametrize(
+    "dtype, names",
+    [
+        ("fp16", ["decode smollm2", "rope", "reduce splits", "rms norm"]),
+        pytest.param("fp16:i8", ["decode smollm2", "rope"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_t4_compiles_in_float16(dtype, names):
     """It has no asynchronous copies, and spills; it must work all the same."""
-    names = ["decode smollm2", "rope", "reduce splits", "rms norm"]
-    for dtype, some in (("fp16", names), ("fp16:i8", names[:2])):
-        report = compile_all(75, dtype, some)
-        assert all(row["shared"] <= SHARED_MEMORY[75] for row in report.values())
+    report = compile_all(75, dtype, names)
+    assert all(row["shared"] <= SHARED_MEMORY[75] for row in report.values())
 
 
 def test_float8_is_refused_where_the_hardware_has_none():
