@@ -9,12 +9,12 @@ Two prompts of 2 and 3 tokens. 1: the query (row) sees the key (column).
         ^ pad                            . . 1 1 .
                                          . . 1 1 1
 
-(A padded query row, the first of the left matrix, sees the first real key: a softmax over
-nothing would be NaN. Nobody reads its result.)
+(The first row of the left matrix is a padded query. It sees the first real key, since a softmax
+over no keys would be NaN; its result is not used.)
 
-Two more forms of the right one. With a cached prefix there are fewer rows than columns, and a
-request's rows are the last of its positions. Block-sparse, only the tiles that hold a 1 are
-computed; they are computed whole:
+The block-diagonal mask has two more forms. With a cached prefix there are fewer rows than
+columns: a request's rows are its last positions. In the block-sparse form only tiles that hold
+a 1 are computed, and these as a whole:
 
     paged: 1 new token, 2 cached;    block-sparse: in tiles of 2 x 2
     then a prompt of 3
@@ -184,10 +184,10 @@ def wasted_share(
     sliding_window: int | None = None,
     query_lens: Sequence[int] | None = None,
 ) -> float:
-    """The share of a mask's scores that is computed for nothing.
+    """The share of a mask's scores that is computed and not needed.
 
-    A dense mask of any shape computes every entry, a BlockMask whole tiles; a request of n
-    tokens needs n (n + 1) / 2 of them, fewer with a window or where part is cached.
+    With a dense mask every entry is computed, with a BlockMask whole tiles. A request of n
+    tokens needs n (n + 1) / 2 scores, fewer with a window or where part is cached.
 
     Args:
         mask: dense, or what block_sparse_mask gave.

@@ -50,7 +50,7 @@ class Batch:
 
     token_ids_T, positions_T, slot_mapping_T, logits_indices_S are int64;
     query_start_loc (S + 1), seq_lens_S, block_tables_SB are int32.
-    derived: what attention computes once from the above and uses in every layer.
+    derived: what attention computes once from these tensors and uses in every layer.
     """
 
     token_ids_T: Tensor
@@ -63,7 +63,7 @@ class Batch:
     derived: dict = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is the same for every layer: made when it is first asked for."""
+        """What make() gives, computed for the first layer that asks and kept for the others."""
         if key not in self.derived:
             self.derived[key] = make()
         return self.derived[key]
@@ -109,7 +109,7 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu
         "logits_indices_S": _last_tokens(rows, query_start_loc[1:]),
     }
     tensors = {name: torch.from_numpy(a).to(device) for name, a in arrays.items() if a.size}
-    if "logits_indices_S" not in tensors:  # nobody asks, and there is nothing to copy
+    if "logits_indices_S" not in tensors:  # no logits are wanted: nothing to copy
         tensors["logits_indices_S"] = torch.empty(0, dtype=torch.int64, device=device)
     batch = Batch(**tensors)
     batch.derived["max_query_len"] = int(query_lens_S.max())  # known here without a sync

@@ -82,7 +82,7 @@ MUTATIONS = {
     "wrong-row-for-logits": Mutation("batch.py", "np.repeat(ends_S - counts_S.cumsum(), counts_S)", "np.repeat(ends_S - counts_S.cumsum() - 1, counts_S)", "tests/test_attention.py"),
     "minus-one-is-the-last-block": Mutation("kernels/kv_cache.py", "        if not is_real_T.all():", "        if False:", "tests/test_attention.py"),
     "window-off-by-one": Mutation("attention_masks.py", "key_pos > query_pos - sliding_window", "key_pos >= query_pos - sliding_window", "tests/test_attention.py"),
-    "tail-not-zeroed": Mutation("kernels/gather.py", "        x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
+    "tail-not-zeroed": Mutation("kernels/gather.py", "            x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
     "padding-row-writes": Mutation("extensions/cuda_graphs.py", "(0, num_pads), value=PADDING_SLOT)", "(0, num_pads))", "tests/extensions/test_decode_graphs.py"),
     # ---- several engines
     "router-sees-the-future": Mutation("simulation/replica.py", "            if self.clock.now() > until:\n                return\n", "", "tests/simulation/test_replicas.py"),

@@ -357,6 +357,12 @@ def test_shapes_that_do_not_agree_are_refused(q, k, v):
         assert str(shape) in str(refused.value)
 
 
+def test_fewer_queries_than_the_batch_has_tokens_are_refused():
+    case = Case([(0, 3), (2, 1)], block_size=4)
+    with pytest.raises(ValueError, match="q_THD has 3 rows and the batch 4 tokens"):
+        paged_attention(case.q_THD[:3], case.k_cache, case.v_cache, case.batch, scale=1.0)
+
+
 def test_an_unknown_backend_is_refused_by_name():
     case = Case([(0, 1)], block_size=4)
     with pytest.raises(ValueError, match="backend is 'magic'.*'torch'"):

@@ -1,15 +1,15 @@
-"""Which sequences torch attends together, and where their keys are gathered from.
+"""Grouping: which sequences torch attends to together, and where their keys are gathered from.
 
     block table [7, 2]      cache block 7      gathered keys of one head
                               block 2    ->    [ block 7 | block 2 | ]
                                                  positions 0 ..  seq_len - 1, then the tail
 
-A prompt or a chunk is a group of its own. Sequences with one query token each are attended
-together, sorted so that those of like length share a group: a group is padded only to its
-own longest, and small enough that what was gathered is still in the CPU's cache when it is
-read (measured for 64 x 1000 tokens: 10-13 ms in groups of 256 blocks, 41-100 ms at once).
+A prompt or a chunk is a group of its own. Sequences with one query token each are sorted, so
+that those of similar length share a group. A group is padded to its own longest sequence only.
+It is small enough for the gathered keys to be in the CPU's cache still when they are read
+(measured for 64 x 1000 tokens: 10-13 ms in groups of 256 blocks, 41-100 ms in one).
 
-Always holds (invariant 14): the gathered tail is set to zero, whatever lies there.
+Always holds (invariant 14): gathered slots past a sequence's end are set to zero.
 
 Taught in notebooks/05_paged_kv_blocks.ipynb.
 """
@@ -32,19 +32,19 @@ MAX_GROUP_BLOCKS = 256
 
 @dataclass
 class Group:
-    """Sequences that are attended together: S of them, with T queries each.
+    """S sequences with T queries each, whose attention is one call.
 
-    tokens: their rows of the packed tokens, a slice or int64 [S * T].
+    tokens: where their queries are among the packed tokens, a slice or int64 [S * T].
     shape: (S, K, B) of the gathered blocks.
-    rows: int64 [S * K * B], which (block, head) pairs of the cache to gather.
+    runs: int64 [S * K * B], which (block, head) pairs of the cache to gather.
     num_keys: L, gathered positions that are used; at most B * P.
     mask: bool [S, 1, T, L]; None: plain causal with T == L.
-    tail: int64, rows of [S * K * B * P, D] past their sequence's end, to be zeroed.
+    tail: int64, gathered slots (of S * K * B * P) past their sequence's end, to be zeroed.
     """
 
     tokens: slice | Tensor
     shape: tuple[int, int, int]
-    rows: Tensor
+    runs: Tensor
     num_keys: int
     mask: Tensor | None
     tail: Tensor
@@ -53,7 +53,7 @@ class Group:
         """[S, K, L, D] twice: the cached keys and values in order of position, in dtype."""
         S, K, B = self.shape
         found = []
-        for x in cache.gather(self.rows, dtype):
+        for x in cache.gather(self.runs, dtype):
             P, D = x.shape[1:]
             x.view(-1, D).index_fill_(0, self.tail, 0)
             found.append(x.view(S, K, B * P, D)[:, :, : self.num_keys])
@@ -68,25 +68,30 @@ def make_groups(
     decodes: bool,
     prefills: bool,
 ) -> Iterator[Group]:
-    """Single-query sequences in groups of like length, then each longer one alone."""
+    """Sequences with one query in groups of similar length, then each of the others alone.
+
+    Args:
+        window: the sliding window, or None.
+        decodes, prefills: whether those with one query, and with several, are wanted.
+    """
     layout = (num_kv_heads, block_size, window)
     starts = batch.query_start_loc.tolist()
     query_lens_S = batch.query_start_loc.diff()
     first_block_S = _first_visible_block(batch.seq_lens_S, query_lens_S, block_size, window)
     num_blocks = (cdiv(batch.seq_lens_S, block_size) - first_block_S).tolist()
     query_lens = query_lens_S.tolist()
-    singles = [row for row, query_len in enumerate(query_lens) if query_len == 1]
-    singles = sorted(singles, key=lambda row: num_blocks[row]) if decodes else []
+    singles = [seq for seq, query_len in enumerate(query_lens) if query_len == 1]
+    singles = sorted(singles, key=lambda seq: num_blocks[seq]) if decodes else []
     while singles:
-        rows = [singles.pop()]  # the longest first: it sets the group's width
-        while singles and (len(rows) + 1) * num_blocks[rows[0]] <= MAX_GROUP_BLOCKS:
-            rows.append(singles.pop())
-        tokens = batch.query_start_loc[rows].long()
-        yield _make_group(batch, rows, tokens, *layout)
-    for row, query_len in enumerate(query_lens):
+        seqs = [singles.pop()]  # the longest first: it sets the group's width
+        while singles and (len(seqs) + 1) * num_blocks[seqs[0]] <= MAX_GROUP_BLOCKS:
+            seqs.append(singles.pop())
+        tokens = batch.query_start_loc[seqs].long()
+        yield _make_group(batch, seqs, tokens, *layout)
+    for seq, query_len in enumerate(query_lens):
         if query_len > 1 and prefills:
-            tokens = slice(starts[row], starts[row + 1])
-            yield _make_group(batch, [row], tokens, *layout)
+            tokens = slice(starts[seq], starts[seq + 1])
+            yield _make_group(batch, [seq], tokens, *layout)
 
 
 def _first_visible_block(
@@ -100,15 +105,15 @@ def _first_visible_block(
 
 def _make_group(
     batch: Batch,
-    rows: list[int],
+    seqs: list[int],
     tokens: slice | Tensor,
     num_kv_heads: int,
     block_size: int,
     window: int | None,
 ) -> Group:
     K, P = num_kv_heads, block_size
-    seq_len_S1 = batch.seq_lens_S[rows].long().unsqueeze(1)
-    query_len_S1 = batch.query_start_loc.diff()[rows].unsqueeze(1)
+    seq_len_S1 = batch.seq_lens_S[seqs].long().unsqueeze(1)
+    query_len_S1 = batch.query_start_loc.diff()[seqs].unsqueeze(1)
     query_len = int(query_len_S1[0])
     first_block_S1 = _first_visible_block(seq_len_S1, query_len_S1, P, window)
     len_S1 = seq_len_S1 - first_block_S1 * P  # counted from the first gathered position
@@ -117,18 +122,18 @@ def _make_group(
     device = len_S1.device
     pos_L = torch.arange(num_blocks * P, device=device)
 
-    # Past a row's own table any block will do: what is gathered there is zeroed.
+    # Past a sequence's own table any block will do: what is gathered there is zeroed.
     index_SB = first_block_S1 + pos_L[:num_blocks]
     index_SB = index_SB.clamp(max=batch.block_tables_SB.shape[1] - 1)
-    blocks_SB = batch.block_tables_SB[rows].long().gather(1, index_SB)
+    blocks_SB = batch.block_tables_SB[seqs].long().gather(1, index_SB)
     head_K1 = torch.arange(K, device=device).unsqueeze(1)
-    cache_rows = (blocks_SB.unsqueeze(1) * K + head_K1).flatten()
+    runs = (blocks_SB.unsqueeze(1) * K + head_K1).flatten()
     is_tail_SKL = (pos_L >= len_S1).unsqueeze(1).expand(-1, K, -1)
     tail = is_tail_SKL.flatten().nonzero().flatten()
 
     mask = None
-    is_plain_causal = len(rows) == 1 and query_len == num_keys and window is None
+    is_plain_causal = len(seqs) == 1 and query_len == num_keys and window is None
     if not is_plain_causal:
         query_pos_ST = len_S1 - query_len + torch.arange(query_len, device=device)
         mask = visible(query_pos_ST.unsqueeze(2), pos_L[:num_keys], window).unsqueeze(1)
-    return Group(tokens, (len(rows), K, num_blocks), cache_rows, num_keys, mask, tail)
+    return Group(tokens, (len(seqs), K, num_blocks), runs, num_keys, mask, tail)

@@ -15,6 +15,7 @@ from nanobatch.batch import Row, pack
 from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu import library as cpu_library
 from nanobatch.extensions.cpu.backend import CBackend
+from nanobatch.extensions.quantized_cache import LARGEST, SMALLEST_SCALE
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.ops import REFERENCE
 from nanobatch.utils.arithmetic import cdiv
@@ -284,3 +285,32 @@ def test_a_gpu_and_other_formats_have_other_kernels():
 def test_float32_models_are_left_alone():
     llm = LLM("tiny", dtype="float32", num_blocks=4)
     assert llm.engine.runner.model.layout is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["torch", "c"])
+def test_with_attention_backend_torch_all_of_it_is_torch(monkeypatch, backend, dtype):
+    """Norms, RoPE, cache writes, products, attention and the sampler: C runs for "c" only."""
+    calls = []
+    call = cpu_library.Library._call
+
+    def counted(self, name, *values):
+        calls.append(name)
+        call(self, name, *values)
+
+    monkeypatch.setattr(cpu_library.Library, "_call", counted)
+    llm = LLM("tiny", dtype=dtype, attention_backend=backend, num_blocks=20)
+    params = [SamplingParams(max_tokens=3, temperature=t, seed=0) for t in (0, 1)]
+    llm.generate(["Once", "One day"], params, progress=False)
+    operations = {"rms_norm", "silu_mul", "rope_and_write", "top_ids", "paged_decode"}
+    if dtype == "bfloat16" and cpu_kernels.has_amx():
+        operations = operations - {"silu_mul"} | {"matmul", "paged_prefill"}
+    assert set(calls) == (operations if backend == "c" else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_c_and_python_have_the_same_constants_of_8_bits(dtype):
+    header = (cpu_library.HERE / "cache.h").read_text()
+    of_format = header[header.index(f"#{'ifdef' if dtype == torch.int8 else 'else'}") :]
+    assert f"#define LARGEST {LARGEST[dtype]}\n" in of_format.split("typedef")[0]
+    assert f"#define SMALLEST_SCALE {SMALLEST_SCALE!r}\n" in header

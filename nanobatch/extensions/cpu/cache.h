@@ -1,6 +1,6 @@
-/* What the KV cache holds for the CPU's kernels: cells, elements or numbers of 8 bits with a
-   bfloat16 scale for each row of D (extensions/quantized_cache.py, whose rounding, LARGEST and SMALLEST_SCALE
-   these are). */
+/* What the KV cache holds: cells, which are elements, or numbers of 8 bits with a bfloat16 scale
+   for each row of D. Rounding, LARGEST and SMALLEST_SCALE are those of
+   extensions/quantized_cache.py. */
 
 #pragma once
 #include <float.h>
@@ -22,7 +22,7 @@ static inline float load_cell(cell x) {
     uint32_t bits = (uint32_t)(x & 0x80) << 24 | (uint32_t)(x & 0x7f) << 20;
     float f;
     memcpy(&f, &bits, 4);
-    return f * 0x1p120f; /* the exponents count from others; small numbers come out right too */
+    return f * 0x1p120f; /* the difference of the exponents' biases; right for subnormals too */
 }
 static inline cell store_cell(float f) { /* to the nearest, ties to even */
     float small = f * 0x1p-120f;
@@ -34,8 +34,8 @@ static inline cell store_cell(float f) { /* to the nearest, ties to even */
 #endif
 static inline float clamp(float f, float most) { return f > most ? most : f < -most ? -most : f; }
 
-/* A row of D elements into its cells and its scale. A row with NaN or infinity is read as such:
-   its scale is none, and its cells are 0. */
+/* Store a row of D elements: its cells and its scale. A row with a NaN or an infinity gets the
+   scale NaN and cells of 0, so that it is read as NaN. */
 static inline void store_row(const elem *x_D, int d_end, cell *cell_D, uint16_t *scale) {
     float largest = 0;
     int is_finite = 1;
@@ -60,7 +60,7 @@ static inline void store_row(const elem *x_D, int d_end, cell *cell_D, uint16_t 
 }
 #endif
 
-/* Rows of a cache from some row on; the scales are NULL but in 8 bits. */
+/* A cache from some row on; without 8 bits the scales are NULL. */
 typedef struct {
     const cell *k, *v;
     const uint16_t *k_scale, *v_scale;
@@ -72,7 +72,7 @@ static inline Rows rows_at(Rows cache, int64_t row, int d_end) {
     return cache;
 }
 
-/* What row p's numbers are to be multiplied by. */
+/* The factor of row p's numbers. */
 static inline float scale_of(const uint16_t *scale_P, int p) {
     return IN_8_BITS ? from_bf16(scale_P[p]) : 1;
 }

@@ -1,4 +1,4 @@
-/* What the CPU's kernels have in common: their elements, and e^x.
+/* Shared by the CPU's kernels: elements, and e^x.
 
    Elements are bfloat16 if ELEM_BF16 is defined, else float; sums are float in both. */
 

@@ -1,12 +1,13 @@
-/* What a step costs a CPU besides its matrix products, with each number read once.
+/* Everything of a step but the matrix products and the attention of prompts; each number is read
+   once.
 
-   Compiled when it is first needed (extensions/cpu/kernels.py), for one number format and one shape:
+   Compiled at first use (extensions/cpu/kernels.py), for one number format and one shape:
 
        ELEM_BF16           elements are bfloat16, else float; sums are float in both
        CACHE_INT8, _FP8    the cache is in 8 bits, with scales; else of elements (cache.h)
-       HEAD_DIM D          with these three paged attention is compiled too: the compiler
-       GROUP    G          unrolls and vectorizes what it knows, as Triton does with its
-       BLOCK    P          constants
+       HEAD_DIM D          with these three, paged attention is compiled too: the compiler
+       GROUP    G          unrolls and vectorizes loops of known length
+       BLOCK    P
 
    Names carry shapes as in the Python files: T tokens, S sequences, K key/value heads, G query
    heads of each, D head dim, R = D / 2, P slots of a block, B blocks of a table row. */
@@ -15,7 +16,7 @@
 
 /* ----------------------------------------------------------- between the matrix products */
 
-/* Waking the other cores costs more than to do so many numbers alone. */
+/* Up to this many numbers are faster on one core: waking the others costs more. */
 enum { FEW = 1 << 14 };
 
 /* sum = x + residual (0 if NULL); out = sum, scaled to root mean square 1, times weight. */
@@ -48,7 +49,7 @@ void silu_mul(const elem *gate_up_TF, int T, int F, elem *out_TF, int num_thread
     }
 }
 
-/* One head's pairs (r, r + R) turned by its token's angles. */
+/* Rotate one head's pairs (r, r + R) by its token's angles. */
 static inline void rotate(const elem *x, const float *cos, const float *sin, int R, elem *out) {
     for (int r = 0; r < R; r++) {
         float a = load(x[r]), b = load(x[r + R]);
@@ -57,9 +58,9 @@ static inline void rotate(const elem *x, const float *cos, const float *sin, int
     }
 }
 
-/* Queries are rotated into out, keys on their way into their slots of the cache; values go to
-   theirs. A token's heads are D apart, tokens as far as the strides say; slot -1 is written
-   nowhere. The scales are NULL but for a cache in 8 bits. */
+/* Rotate queries into out; rotate keys and write them, and the values, to their slots of the
+   cache. Slot -1 writes nothing. A token's heads are D apart; the strides are between tokens.
+   The scales are NULL unless the cache is in 8 bits. */
 void rope_and_write(const elem *q, const elem *k, const elem *v, int64_t q_stride,
                     int64_t k_stride, int64_t v_stride, const float *cos_TR, const float *sin_TR,
                     const int64_t *slot_T, int T, int H, int K, int P, int D, cell *k_cache_NKPD,
@@ -73,16 +74,16 @@ void rope_and_write(const elem *q, const elem *k, const elem *v, int64_t q_strid
             rotate(q + t * q_stride + h * D, cos, sin, R, out_THD + ((int64_t)t * H + h) * D);
         if (slot_T[t] < 0) continue;
         for (int h = 0; h < K; h++) {
-            elem turned_D[D];
+            elem rotated_D[D];
             int64_t row = (slot_T[t] / P * K + h) * P + slot_T[t] % P;
-            rotate(k + t * k_stride + h * D, cos, sin, R, turned_D);
-            store_row(turned_D, D, k_cache_NKPD + row * D, k_scale_NKP + row);
+            rotate(k + t * k_stride + h * D, cos, sin, R, rotated_D);
+            store_row(rotated_D, D, k_cache_NKPD + row * D, k_scale_NKP + row);
             store_row(v + t * v_stride + h * D, D, v_cache_NKPD + row * D, v_scale_NKP + row);
         }
     }
 }
 
-/* Integers in the order of the numbers (NaN beyond all): their maximum can be vectorized. */
+/* An integer for each number, in the same order, NaN last: the maximum of integers is vectorized. */
 static inline int32_t order(elem x) {
     float f = load(x);
     int32_t bits;
@@ -90,8 +91,8 @@ static inline int32_t order(elem x) {
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-/* The ids of each row's k best, in no order; of equals the first ones. A run of 64 whose best is
-   no better than the worst that is kept is passed over: nearly all are. */
+/* The ids of each row's k largest numbers, in no order; of equal ones the first. A run of 64
+   whose largest is no larger than the smallest kept one is skipped: nearly all are. */
 void top_ids(const elem *x_SV, int S, int V, int k, int64_t *ids_SX, int num_threads) {
 #pragma omp parallel for num_threads(num_threads)
     for (int s = 0; s < S; s++) {
@@ -103,7 +104,7 @@ void top_ids(const elem *x_SV, int S, int V, int k, int64_t *ids_SX, int num_thr
             int32_t best = INT32_MIN;
             for (int v = run; v < end; v++) best = order(x_V[v]) > best ? order(x_V[v]) : best;
             for (int v = run > k ? run : k; v < end; v++) {
-                if (worst < 0) /* the last of those that are least */
+                if (worst < 0) /* of equal ones the last */
                     for (int i = worst = 0; i < k; i++)
                         worst = order(x_V[ids[i]]) <= order(x_V[ids[worst]]) ? i : worst;
                 if (best <= order(x_V[ids[worst]])) break;
@@ -122,9 +123,9 @@ static inline void prefetch_row(const cell *row_D) {
     for (int d = 0; d < D; d += 64 / sizeof(cell)) __builtin_prefetch(row_D + d, 0, 2);
 }
 
-/* The G query heads of one KV head over positions start .. end - 1 of one sequence, block by
-   block with an online softmax: out is the sum of values so far, each weighted by
-   e^(score - max), and shrinks when max grows. Nothing past `end` is read. */
+/* Attention of the G query heads of one KV head over positions start .. end - 1 of one sequence,
+   block by block with an online softmax: out is the sum of the values so far, weighted by
+   e^(score - max); it is scaled down when max grows. Nothing past `end` is read. */
 static void attend(const elem *q_GD, Rows head, const int32_t *table_B, int block_rows, int start,
                    int end, float scale, elem *out_GD) {
     float q[G][D], out[G][D], score[G][P], max[G], sum[G];
@@ -134,7 +135,7 @@ static void attend(const elem *q_GD, Rows head, const int32_t *table_B, int bloc
     }
     for (int b = start / P; b * P < end; b++) {
         int first = b * P < start ? start - b * P : 0, last = end - b * P < P ? end - b * P : P;
-        int next = (b + 1) * P < end ? b + 1 : b; /* blocks lie anywhere: ask in time */
+        int next = (b + 1) * P < end ? b + 1 : b; /* prefetched: blocks may lie anywhere */
         Rows here = rows_at(head, (int64_t)table_B[b] * block_rows, D);
         Rows there = rows_at(head, (int64_t)table_B[next] * block_rows, D);
         for (int p = first; p < last; p++) {

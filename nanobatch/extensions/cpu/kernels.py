@@ -1,14 +1,14 @@
 """The CPU's kernels, in C (extensions/cpu/library.py builds and calls them).
 
-    kernels/ops.py  --elementwise(x)-->         CpuKernels  --ctypes-->  kernels.c
-                      --rope_and_write(k, q)-->   CpuKernels
-    attention.py      --paged_attention(q, k)-->  CpuKernels
-                      --paged_prefill(q, k)-->    CpuPrefill  --ctypes-->  prefill.c
-    model.py          --products(weight)-->       CpuMatmul   --ctypes-->  matmul.c
+    backend.py    --elementwise(x)-->         CpuKernels  --ctypes-->  kernels.c
+                  --rope_and_write(k, q)-->   CpuKernels
+                  --paged_attention(q, k)-->  CpuKernels
+                  --paged_prefill(q, k)-->    CpuPrefill  --ctypes-->  prefill.c
+    products.py   --products(weight)-->       CpuMatmul   --ctypes-->  matmul.c
 
-torch's operations each read and write all of their numbers and share them between the cores
-anew, and a decoding step has some thirty of them in each layer. SmolLM2-135M in bfloat16, two
-cores of a Xeon with AMX (2026-11-30, ms):
+torch's operations each read and write all of their numbers, and each wakes all cores; a decode
+step has some thirty of them in each layer. SmolLM2-135M in bfloat16, two cores of a Xeon with
+AMX (2026-11-30, ms):
 
                                                          torch      here
     decode: a layer's attention, 64 sequences of 250     3.6        0.75    no gathered copy
@@ -20,12 +20,12 @@ cores of a Xeon with AMX (2026-11-30, ms):
              the last 512 of them, as a chunk            1.9        0.8     and no mask
              gate, up and SiLU, 1024 tokens              2.0        1.5     in one
 
-Nothing needs them: without a C compiler, in other number formats, and where gradients are
-wanted, there is None, and the callers' torch references run. A cache in 8 bits (cache.h) has
-kernels of its own, of the same source.
+Without a C compiler, in other number formats, and where gradients are wanted, there is no
+kernel: these functions return None, and the caller uses torch. A cache in 8 bits (cache.h) has
+kernels of its own, compiled from the same source.
 
-Always holds: they say what their references say, to the rounding of the number format; a token
-of slot -1 is written nowhere, and nothing past a sequence's end is read (invariant 14).
+Always holds: the results are those of torch, to the rounding of the number format; a token with
+slot -1 is written nowhere, and nothing past a sequence's end is read (invariant 14).
 
 Sources: flash decoding (Dao et al., 2023); vLLM's CPU backend, compiled for its machine too.
 """
@@ -46,8 +46,8 @@ MAX_NUMBERS = 2**14  # that attention keeps on the stack, G * (2 D + P)
 
 
 class CpuKernels(Library):
-    """kernels.c for one number format, and one of the cache. What it is given is on the CPU
-    and of that format; q, k and v may be slices of wider tokens."""
+    """kernels.c for one number format, and one of the cache. Arguments are on the CPU and of
+    that format; q, k and v may be slices of wider tokens."""
 
     def rms_norm(
         self, x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None
@@ -188,11 +188,11 @@ def _dense_heads(x_TXD: Tensor) -> Tensor:
     return x_TXD if x_TXD.stride()[1:] == (x_TXD.shape[2], 1) else x_TXD.contiguous()
 
 
-# -------------------------------------------------------------------------- which, and whether
+# --------------------------------------------------------------- which kernel, and if there is
 
 
 def elementwise(*tensors: Tensor) -> CpuKernels | None:
-    """What lies between the products, of tensors of one number format; None: use torch."""
+    """The operations between the products, of one number format; None: use torch."""
     dtype = tensors[0].dtype
     if dtype not in ELEMENTS:
         return None

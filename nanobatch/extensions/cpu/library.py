@@ -1,12 +1,12 @@
-"""C for the CPU: compiled when it is first needed, kept, and called with tensors.
+"""C for the CPU: compiled at first use, kept, and called with tensors.
 
     extensions/cpu/kernels.py  --build("kernels.c")-->  cc  -->  ~/.cache/nanobatch/HASH.so
                     --Library(file)._call-->     checked pointers and numbers
 
 A library is kept in the user's cache directory under a hash of source, compiler, flags and CPU.
 
-Always holds: C looks at no type and no bound, so what it is given is checked here; where
-something cannot be built there is None.
+Always holds: C checks neither types nor bounds, so arguments are checked here. What cannot be
+built is None.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ FORMATS = {"B": torch.bfloat16, "F": torch.float32, "I": torch.int32, "L": torch
 
 
 class Library:
-    """A compiled file's functions, called with tensors for pointers. C looks at no type and no
-    bound, so what it is given is checked here."""
+    """A compiled file's functions, called with tensors in place of pointers; number formats and
+    strides are checked."""
 
     def __init__(self, file: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None):
         self.library = ctypes.CDLL(str(file))
@@ -100,14 +100,14 @@ class Library:
 
 
 def constants_of(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> dict[str, float]:
-    """What C is told of the number formats of elements and cache."""
+    """The macros that tell C the number formats of elements and cache."""
     if cache_dtype not in CACHES:
         return ELEMENTS[dtype]
     return ELEMENTS[dtype] | {CACHES[cache_dtype]: 1}
 
 
 def build(source: str, constants: dict[str, float]) -> Path | None:
-    """Compile, or take what was compiled before; None where that cannot be done."""
+    """Compile a file, or take the library compiled earlier; None if it cannot be built."""
     cc = compiler()
     if cc is None:
         return None
@@ -126,7 +126,7 @@ def build(source: str, constants: dict[str, float]) -> Path | None:
 
 
 def _key(cc: str, source: str, defines: list[str]) -> str:
-    """A hash of all that the library depends on."""
+    """A hash of everything that the library depends on."""
     texts = [(HERE / name).read_bytes() for name in (source, *HEADERS)]
     text = repr((texts, FLAGS, defines, _machine(cc)))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

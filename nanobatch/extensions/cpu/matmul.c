@@ -1,17 +1,18 @@
 /* x [M, K] times the transpose of a weight [N, K], in bfloat16 on AMX, Intel's tile unit.
 
-   A step that decodes reads every weight once for a few rows. So the memory sets the pace, and
-   the weights lie in memory in the very order in which they are read: panels of 32 columns n,
-   each a run of steps of 32 k, each two tiles B (CpuMatmul.pack).
+   A decode step reads every weight once for a few rows, so memory bandwidth is the limit. The
+   weights lie in memory in the order in which they are read: panels of 32 columns n, each a
+   sequence of steps of 32 k, each step two tiles B (CpuMatmul.pack).
 
-   32 rows by 32 columns are summed at a time: with 4 C, 2 A and 2 B these are all 8 tiles there
-   are. Up to FEW rows pass panel by panel; each pass asks the memory for its share of the next
-   one. With more, GROUP bytes of panels stay in a core's second cache, and each 32 rows pass all
-   of them, so that out is written along its rows.
+   Sums of 32 rows by 32 columns are computed at a time: 4 tiles C, 2 A and 2 B, which is all 8
+   tiles. With up to FEW rows all rows go through one panel before the next; each pass prefetches
+   its share of the next panel. With more rows, GROUP bytes of panels stay in a core's L2 cache,
+   and each 32 rows go through all of them, so that out is written row by row.
 
-   Of up to MANY rows each core has some neighbouring columns: dealing panels out in turn cost a
-   64-row product a third, for cores that write to neighbouring lines take them from each other.
-   Of more rows each core has some, the same in every product and norm: they stay in its cache. */
+   Up to MANY rows: each core computes a range of columns. (Panels dealt out in turn made a
+   64-row product a third slower: cores that write to neighbouring cache lines take them from
+   each other.) More rows: each core computes a range of rows, the same one in every product and
+   norm, so that they stay in its cache. */
 
 #include <omp.h>
 
@@ -21,8 +22,8 @@ enum { FEW = 128, MANY = 256, GROUP = 1 << 19 };
 
 typedef float block[2][2][SIDE][SIDE]; /* upper and lower rows, left and right columns */
 
-/* The sums of a panel's 32 columns for up to 32 rows, while `lines` of 64 bytes a step are on
-   their way from `ahead`. */
+/* The sums of a panel's 32 columns for up to 32 rows. Each step prefetches `lines` of 64 bytes
+   from `ahead`. */
 static inline void multiply(const elem *x, const elem *panel, int K, int lower,
                             const elem *ahead, int lines, block sums) {
     _tile_zero(0);
@@ -53,10 +54,10 @@ static inline void multiply(const elem *x, const elem *panel, int K, int lower,
     }
 }
 
-/* What becomes of the sums. */
+/* The form in which sums are written. */
 enum { BFLOAT16, FLOAT, GATED };
 
-/* A block, with bias, to its place in out, where `stride` elements lie between rows. */
+/* Write a block, plus bias, to its place in out; rows of out are `stride` elements apart. */
 static inline void write_out(block sums, int rows, const elem *bias, int form, void *out,
                              int64_t stride) {
     __m512 left_bias = _mm512_setzero_ps(), right_bias = left_bias;

@@ -2,13 +2,13 @@
 
    Compiled for one HEAD_DIM, GROUP of query heads a KV head, BLOCK of slots, and MAX_ROWS.
 
-   A piece of work is a KV head and some neighbouring queries of one sequence, ROWS at most: the
-   G heads of the first token, then those of the next. The keys and values that they see are
-   copied out of their blocks KEYS at a time, in the order in which tiles read them (a cache in
-   8 bits is multiplied by its scales on the way); then every 16 rows pass by:
+   A piece of work is one KV head and some neighbouring tokens of one sequence. Its rows, at most
+   ROWS, are the G query heads of the first token, then those of the next. KEYS keys and values at
+   a time are copied out of their blocks, into the order in which tiles read them (those of 8 bits
+   times their scales). Then, for every 16 rows:
 
        scores  = q * keys^T          products, 32 keys at a time
-       weights = e^(scores - max)    in bfloat16; what was summed shrinks when max grows
+       weights = e^(scores - max)    in bfloat16; earlier sums are scaled down when max grows
        out    += weights * values    products
 
    The exponentials take most of the time. Nothing past a sequence's end is read. */
@@ -67,14 +67,14 @@ static inline void pack_values(const elem *const *row, elem *out) {
         }
 }
 
-/* A row of the cache as elements: where it lies, or, if it is in 8 bits, in `made`. */
+/* A row of the cache as elements: in place, or converted into `made` if it is in 8 bits. */
 static inline const elem *row_of(const cell *cell_D, const uint16_t *scale, elem *made) {
     if (!IN_8_BITS) return (const elem *)cell_D;
     for (int d = 0; d < D; d++) made[d] = store(load_cell(cell_D[d]) * from_bf16(*scale));
     return made;
 }
 
-/* Positions start .. end - 1 of one head, filled up with zeros to a multiple of 32. */
+/* Copy positions start .. end - 1 of one head, padded with zeros to a multiple of 32. */
 static void pack(Rows head, const int32_t *table_B, int block_rows, int start, int end,
                  Work *w) {
     static const elem zeros[D];
@@ -121,7 +121,7 @@ static inline __mmask16 seen(int key, int low, int high) {
     return _mm512_cmplt_epu32_mask(i, _mm512_set1_epi32(most(high - low, 0)));
 }
 
-/* Scores to weights; row i sees the keys low[i] .. high[i] - 1. */
+/* Turn scores into weights; row i sees the keys low[i] .. high[i] - 1. */
 static inline void weigh(Work *w, int row, int from, int to, const int *low, const int *high,
                          float scale) {
     float top[SIDE] __attribute__((aligned(64))), total[SIDE] __attribute__((aligned(64)));
@@ -172,12 +172,12 @@ static inline void add_values(Work *w, int row, int from, int to) {
 
 /* ------------------------------------------------------------------------------------ a piece */
 
-/* `num` tokens, the first at `position`; q and out are of the first's first head, tokens H * D
-   apart. window: keys that a query sees; 0: all before it. */
+/* Attention of `num` tokens, the first at `position`. q and out begin at the first token's first
+   head; tokens are H * D apart. window: keys that a query sees; 0: all before it. */
 static void attend(const elem *q, Rows head, const int32_t *table_B, int block_rows, int position,
                    int num, int H, int window, float scale, elem *out, Work *w) {
     int rows = num * G, end = position + num;
-    int filled = (rows + SIDE - 1) / SIDE * SIDE; /* 16 rows are computed, also of fewer */
+    int filled = (rows + SIDE - 1) / SIDE * SIDE; /* always 16 rows at a time */
     memset(w->q[rows], 0, (filled - rows) * sizeof w->q[0]);
     memset(w->out, 0, filled * sizeof w->out[0]);
     for (int i = 0; i < filled; i++) w->max[i] = -FLT_MAX, w->sum[i] = 0;

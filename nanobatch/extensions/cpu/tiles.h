@@ -14,7 +14,7 @@
 
 enum { SIDE = 16, STEP = 32, TILE = 512 }; /* rows; elements of a row of A; of a tile */
 
-/* Asks Linux for the tile registers; 0 if they are to be had. */
+/* Ask Linux for the tile registers; returns 0 if the process may use them. */
 int tiles_init(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
