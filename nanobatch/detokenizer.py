@@ -1,8 +1,7 @@
-"""Tokens back to text while they arrive: one request's text grows token by token and ends at
-a stop string.
+"""Tokens to text, token by token; the text ends at a stop string.
 
-A character may be split over tokens, a stop string too. What is shown of a text is only what
-can no longer change:
+A character may be split over tokens, and so may a stop string. Only the part of the text that
+can no longer change is shown:
 
     stop "END"   tokens   "the E"   "N"      "A"       " E"        "ND it"
                  text     the E     the EN   the ENA   the ENA E   the ENA    (cut: it ends)
@@ -25,11 +24,11 @@ class Stream(Protocol):
     """Tokens in, text out as soon as it is certain."""
 
     def step(self, token_id: int) -> str:
-        """The text that became certain with one more token."""
+        """Take one token; return the text that is certain now and was not before."""
         ...
 
     def pending(self) -> str:
-        """What would be shown beyond that if the text ended here."""
+        """The rest of the text, if it ended here."""
         ...
 
 
@@ -39,12 +38,15 @@ class IncrementalDetokenizer:
     Args:
         stream: a tokenizer's stream for the request's prompt.
         stop: stop strings, each at least one character.
-        min_tokens: stops that are complete within so many tokens are ignored for good.
+        min_tokens: stop strings completed within so many tokens are ignored for good.
+
+    Attributes:
+        stopped: a stop string was completed.
     """
 
     def __init__(self, stream: Stream, stop: Sequence[str] = (), min_tokens: int = 0):
         self._stream = stream
-        # The prompt may end inside a character. Its part of what comes next is not output.
+        # If the prompt ends inside a character, the character's first part is not output.
         self._prompt_tail = stream.pending()
         self._stop = stop
         self._min_tokens = min_tokens
@@ -54,11 +56,23 @@ class IncrementalDetokenizer:
         self.stopped = False
 
     def append(self, token_id: int | None) -> bool:
-        """Take one token (None: one that has no text); True if it completes a stop string."""
+        """Take one token (None: one without text); True if it completes a stop string."""
         self._num_tokens += 1
-        return self._extend("" if token_id is None else self._stream.step(token_id))
+        return self._add_text("" if token_id is None else self._stream.step(token_id))
 
-    def _extend(self, new_text: str) -> bool:
+    def extend(self, token_ids: Sequence[int], hidden: Sequence[int]) -> int:
+        """Take tokens up to the one that completes a stop string; return how many are left.
+
+        Args:
+            token_ids: the next tokens.
+            hidden: tokens without text (the end of the text, stop ids).
+        """
+        for i, token_id in enumerate(token_ids):
+            if self.append(None if token_id in hidden else token_id):
+                return len(token_ids) - i - 1
+        return 0
+
+    def _add_text(self, new_text: str) -> bool:
         if new_text and self._prompt_tail:
             num_shared = len(os.path.commonprefix([self._prompt_tail, new_text]))
             new_text, self._prompt_tail = new_text[num_shared:], ""
@@ -68,18 +82,18 @@ class IncrementalDetokenizer:
             starts = [(self._text.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
             found = [(start + len(s), start) for start, s in starts if start >= 0]
             if found:
-                # The earliest to be complete; min keeps the first of equals: list order.
+                # The stop that ends first; min keeps the first of equals, in list order.
                 _, start = min(found, key=lambda end_start: end_start[0])
                 self._text = self._text[:start]
                 self.stopped = True
         return self.stopped
 
     def finish(self) -> bool:
-        """No more tokens: let out what was held back. True if that completes a stop."""
-        return self.stopped or self._extend(self._stream.pending())
+        """There are no more tokens: add the rest of the text. True if that completes a stop."""
+        return self.stopped or self._add_text(self._stream.pending())
 
     def take_delta(self, finished: bool) -> str:
-        """The text that became certain since the last call; all of the rest if finished."""
+        """The text that is certain and was not taken yet; all of the rest if finished."""
         end = len(self._text) if finished else len(self._text) - self._num_held_back()
         delta = self._text[self._num_sent : end]
         self._num_sent = max(self._num_sent, end)
@@ -91,7 +105,7 @@ class IncrementalDetokenizer:
         return self._text[: self._num_sent]
 
     def _num_held_back(self) -> int:
-        """Length of the longest end of the text that may yet become a stop string."""
+        """Length of the longest end of the text that may still become a stop string."""
         longest = min(len(self._text), max(map(len, self._stop), default=0))
         for n in range(longest, 0, -1):
             tail = self._text[-n:]

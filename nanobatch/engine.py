@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,16 +33,7 @@ from nanobatch.policies.admission import Admission
 from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request, RequestOutput, SamplingParams
 from nanobatch.scheduler import Scheduler
-
-
-class WallClock:
-    """Seconds of real time, from an arbitrary start."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def sleep_until(self, t: float) -> None:
-        time.sleep(max(0.0, t - self.now()))
+from nanobatch.utils.clock import WallClock
 
 
 @dataclass
@@ -54,6 +44,14 @@ class _Progress:
     logprobs: list[dict[int, float]] | None
     num_tokens: int = 0  # output tokens that were detokenized and counted
     error: str | None = None
+
+    @classmethod
+    def of(cls, request: Request, tokenizer) -> _Progress:
+        params, detokenizer = request.params, None
+        if tokenizer is not None:
+            stream = tokenizer.stream(request.prompt_token_ids)
+            detokenizer = IncrementalDetokenizer(stream, params.stop, params.min_tokens)
+        return cls(detokenizer, None if params.logprobs is None else [])
 
 
 class LLMEngine:
@@ -149,10 +147,8 @@ class LLMEngine:
             cache_salt=cache_salt,
             eos_token_ids=[t for s in sources for t in getattr(s, "eos_token_ids", ())],
         )
-        extension = extension_for("n", params.n)
-        requests = [request]
-        if extension is not None:
-            requests = extension.split(request, self.scheduler.allocator)
+        extension, allocator = extension_for("n", params.n), self.scheduler.allocator
+        requests = [request] if extension is None else extension.split(request, allocator)
         self._check(requests)
         return requests
 
@@ -167,10 +163,7 @@ class LLMEngine:
                 request.seed = int.from_bytes(digest, "big")
             self._num_arrived += 1
             self.scheduler.add(request)
-            logprobs = None if request.params.logprobs is None else []
-            self._progress[request.request_id] = _Progress(
-                self._new_detokenizer(request), logprobs
-            )
+            self._progress[request.request_id] = _Progress.of(request, self.tokenizer)
             if request.group is not None:
                 self._groups.setdefault(request.group, []).append(request.request_id)
 
@@ -193,21 +186,13 @@ class LLMEngine:
             if self.tokenizer is None:
                 raise ValueError("the prompt is text, and the model has no tokenizer")
             prompt.encode()  # UnicodeEncodeError, a ValueError, for a lone surrogate
-            token_ids = self.tokenizer.encode(prompt) if prompt else []
-        else:
-            token_ids = prompt
+            prompt = self.tokenizer.encode(prompt) if prompt else []
         vocab_size = getattr(self.runner, "vocab_size", None)
-        if vocab_size is not None and isinstance(token_ids, Sequence):
-            bad = next((t for t in token_ids if isinstance(t, int) and t >= vocab_size), None)
+        if vocab_size is not None and isinstance(prompt, Sequence):
+            bad = next((t for t in prompt if isinstance(t, int) and t >= vocab_size), None)
             if bad is not None:
                 raise ValueError(f"prompt_token_ids has {bad}; not in [0, {vocab_size})")
-        return token_ids
-
-    def _new_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
-        if self.tokenizer is None:
-            return None
-        stream = self.tokenizer.stream(request.prompt_token_ids)
-        return IncrementalDetokenizer(stream, request.params.stop, request.params.min_tokens)
+        return prompt
 
     def abort(self, request_id: str) -> bool:
         """End a request, or all of a group, at any time; False if no such one lives."""
@@ -245,46 +230,39 @@ class LLMEngine:
         allocator = self.scheduler.allocator
         num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
         self.stats.count_step(plan, self.config, num_blocks_in_use)
-        live = [entry for entry in plan.scheduled if not entry.request.is_finished]
-        failed = [e.request for e in live if e.request.request_id in result.errors]
-        sampling = [e.request for e in live if e.samples and e.request not in failed]
+        live = [e.request for e in plan.scheduled if e.request.finish_reason is None]
+        failed = [r for r in live if r.request_id in result.errors] if result.errors else []
         for request in failed:
+            live.remove(request)
             self._progress[request.request_id].error = result.errors[request.request_id]
             self.scheduler.finish(request, "error", now)
         self.scheduler.update(plan, result.token_ids, now)
-        for request in sampling:
-            self._take_tokens(request, result, now)
-        return failed + sampling
+        counts = [self._take_tokens(request, result, now) for request in live]
+        self.stats.count_output(counts)
+        if 0 in counts:  # of a prompt's chunk
+            live = [r for r, num_new in zip(live, counts, strict=True) if num_new > 0]
+        return failed + live
 
-    def _take_tokens(self, request: Request, result: StepResult, now: float) -> None:
-        """Detokenize a request's new tokens, and keep their log-probabilities."""
+    def _take_tokens(self, request: Request, result: StepResult, now: float) -> int:
+        """Detokenize a request's new tokens, and keep their log-probabilities. End it where a
+        stop string is complete. Return how many new tokens it keeps."""
         progress = self._progress[request.request_id]
-        if progress.detokenizer is not None:
-            self._detokenize(request, progress, now)
+        detokenizer = progress.detokenizer
+        if detokenizer is not None:
+            hidden = request.stop_token_ids + request.eos_token_ids
+            new_token_ids = request.output_token_ids[progress.num_tokens :]
+            request.drop_tokens(detokenizer.extend(new_token_ids, hidden))
+            if request.is_finished:
+                detokenizer.finish()
+            if detokenizer.stopped and request.is_finished:
+                request.finish_reason = "stop"  # it wins over "length"
+            elif detokenizer.stopped:
+                self.scheduler.finish(request, "stop", now)
         num_new = len(request.output_token_ids) - progress.num_tokens
         if progress.logprobs is not None:
             progress.logprobs += result.logprobs.get(request.request_id, ())[:num_new]
         progress.num_tokens += num_new
-        self.stats.count_output(num_new)
-
-    def _detokenize(self, request: Request, progress: _Progress, now: float) -> None:
-        """Extend a request's text; end the request where a stop string is complete."""
-        detokenizer = progress.detokenizer
-        new_token_ids = request.output_token_ids[progress.num_tokens :]
-        num_left = len(new_token_ids)
-        for token_id in new_token_ids:
-            is_shown = token_id not in request.stop_token_ids + request.eos_token_ids
-            num_left -= 1
-            if detokenizer.append(token_id if is_shown else None):
-                request.drop_tokens(num_left)
-                break
-        if request.is_finished:
-            detokenizer.finish()
-        if detokenizer.stopped:
-            if request.is_finished:
-                request.finish_reason = "stop"  # it wins over "length"
-            else:
-                self.scheduler.finish(request, "stop", now)
+        return num_new
 
     def output(self, request: Request) -> RequestOutput:
         """What to show of a request now. A finished one is forgotten with it."""

@@ -189,11 +189,13 @@ class EngineStats:
         self.num_pool_blocks += config.num_blocks
         self.num_draft_tokens += sum(len(row.draft_token_ids) for row in plan.scheduled)
 
-    def count_output(self, num_tokens: int) -> None:
-        """Take in the tokens that a request got in a step: accepted drafts and one more."""
-        self.num_samples += 1
+    def count_output(self, counts: Sequence[int]) -> None:
+        """Take in how many tokens each request got in a step: accepted drafts and one more, or
+        none."""
+        num_samples, num_tokens = len(counts) - counts.count(0), sum(counts)
+        self.num_samples += num_samples
         self.num_output_tokens += num_tokens
-        self.num_accepted_tokens += num_tokens - 1
+        self.num_accepted_tokens += num_tokens - num_samples
 
     def take_in(self, other: EngineStats) -> None:
         """Add another engine's counts."""

@@ -25,7 +25,7 @@ The path of a request, and the calls of a step:
 
 policies/ decides the rest: who is next (ordering.py), whether there is room (admission.py), how
 a victim's blocks are freed (preemption.py), when requests may join (static_batch.py).
-Extensions replace the preemption (swap) or hook into the step (drafts): see StepHook.
+An extension replaces the preemption or hooks into the step (StepHook).
 
 Always holds (invariants 7 to 11): the budget and max_num_seqs are kept; every running request
 gets at least one token in each step, before anyone is admitted; a step schedules something or
@@ -208,8 +208,7 @@ class Scheduler:
                     if victim is request:
                         break
                     num_behind -= num_given_back == 0
-                    num_uncomputed = request.num_uncomputed_tokens
-                    num_tokens = min(num_uncomputed, budget - num_behind)
+                    num_tokens = min(request.num_uncomputed_tokens, budget - num_behind)
                 if request.status is not RUNNING:
                     continue
             scheduled.append(ScheduledRequest(request, num_tokens))
@@ -263,8 +262,7 @@ class Scheduler:
         self._look_up_hits()
         candidates = self.batching.candidates(self.waiting, self.running)
         for request in in_order(candidates, self.policy, now, config.max_wait, num_slots):
-            must_wait = request.must_wait is not None and request.must_wait()
-            if budget == 0 or must_wait:
+            if budget == 0 or (request.must_wait is not None and request.must_wait()):
                 return budget
             cached = self._hit(request)
             num_cached = len(cached) * config.block_size or request.num_computed_tokens

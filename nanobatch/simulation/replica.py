@@ -1,14 +1,14 @@
-"""One engine on virtual time: the real scheduler, a runner that only lets time pass.
+"""One engine on virtual time: the real engine, over a runner that only lets time pass.
 
-    requests --add--> Scheduler --plan--> SimulatedRunner --cost model--> VirtualClock
-                          ^------------ update, tokens of no meaning -----------|
+    requests --add--> LLMEngine --plan--> SimulatedRunner --cost model--> VirtualClock
+                          ^------------ end_step, tokens without meaning ----|
 
-A replica is moved on from one point in time to the next, so that many of them can live side by
-side and be looked at in between. A step is begun and ended apart: at a time that lies within it
-the plan is made, and nothing has come of it yet.
+A replica is moved from one point in time to the next, so that many can live side by side and be
+looked at in between. That is why it begins and ends a step apart: at a time within a step, the
+plan is made and its tokens have not come yet.
 
-Always holds: who arrives when a step would begin may join it; the steps are those of an engine
-that takes in whatever has come before it plans.
+Always holds: a request that arrives when a step would begin may join that step; the steps are
+those of an engine that takes in all that has arrived before it plans.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Source: Vidur (Agrawal et al., MLSys
 2024), whose replicas are moved on by events likewise.
@@ -22,43 +22,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
-from nanobatch.engine import StepResult
+from nanobatch.engine import LLMEngine
 from nanobatch.metrics import EngineStats, InterTokenLatencies, summarize
 from nanobatch.models.config import settle_max_model_len
-from nanobatch.plan import SchedulerOutput
+from nanobatch.plan import SchedulerOutput, StepResult
 from nanobatch.policies.admission import Admission
 from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request, RequestMetrics
-from nanobatch.scheduler import Scheduler
 from nanobatch.simulation.cost_model import CostModel
+from nanobatch.utils.clock import VirtualClock
 
 SOME_TOKEN = [0]
 
 
-class VirtualClock:
-    """Time that passes when it is told to. Seconds."""
-
-    def __init__(self, start: float = 0.0):
-        self._now = start
-
-    def now(self) -> float:
-        return self._now
-
-    def sleep_until(self, t: float) -> None:
-        """Go on to t, unless that has passed."""
-        self._now = max(self._now, t)
-
-
 class SimulatedRunner:
-    """Runs plans by letting time pass. It serves an LLMEngine as well as simulate().
+    """Runs a plan by letting its time pass.
 
     Args:
         cost_model: says how long a plan takes.
         clock: is moved on by that.
-        output_lens: by request id, how many tokens a request's output has when its text ends
-            by itself, with a stop token; who is not here goes on to max_tokens.
+        output_lens: by request id, after how many tokens the text ends by itself, with a stop
+            token; a request that is not in it goes on to max_tokens.
     """
 
     def __init__(
@@ -72,9 +57,9 @@ class SimulatedRunner:
         self.output_lens = {} if output_lens is None else output_lens
 
     def run(self, plan: SchedulerOutput) -> StepResult:
-        """A token for whoever samples; it means nothing, or that the text has ended."""
+        """A token for each request that samples: one without meaning, or a stop token."""
         self.clock.sleep_until(self.clock.now() + self.cost_model.step_seconds(plan))
-        sampling = [row.request for row in plan.scheduled if row.samples]
+        sampling = [entry.request for entry in plan.scheduled if entry.samples]
         tokens = dict.fromkeys([request.request_id for request in sampling], SOME_TOKEN)
         if self.output_lens:
             for request in sampling:
@@ -111,12 +96,12 @@ class Replica:
     """One engine on virtual time.
 
         add(request)        it has arrived
-        advance(t)          whatever begins before t begins, whatever ends by t ends
+        advance(t)          begin each step that begins before t, end each that ends by t
 
                t0          t1                     t
         steps  |===========|======================|==========>     begun, not yet ended
-                                                  ^ what can be seen of it at t: the plan, and
-                                                    no token that it will bring
+                                                  ^ visible at t: the plan, and none of the
+                                                    tokens that it will bring
 
     Args:
         config: as in simulate().
@@ -133,17 +118,16 @@ class Replica:
         output_lens: Mapping[str, int] | None = None,
         keep_timeline: bool = True,
     ):
-        self.config = config = _settle(config, cost_model)
-        allocator = BlockAllocator(
-            config.num_blocks, config.block_size, config.enable_prefix_caching
-        )
-        self.scheduler = Scheduler(config, allocator, policy, admission)
         self.clock = VirtualClock()
-        self.runner = SimulatedRunner(cost_model, self.clock, output_lens)
+        runner = SimulatedRunner(cost_model, self.clock, output_lens)
+        config = _settle(config, cost_model)
+        self.engine = LLMEngine(
+            config, runner, clock=self.clock, policy=policy, admission=admission
+        )
         self.num_given = self.num_unfinished = 0  # requests
         self.busy_seconds = 0.0
-        self.stats, self.itl = EngineStats(), InterTokenLatencies()
-        self.requests: dict[str, RequestMetrics] = {}  # that have finished
+        self.itl = InterTokenLatencies()
+        self.requests: dict[str, RequestMetrics] = {}  # those that have finished
         self._keep_timeline = keep_timeline
         self._timeline: list[StepRecord] = []
         self._in_flight: tuple[SchedulerOutput, StepResult] | None = None
@@ -154,21 +138,21 @@ class Replica:
         Raises:
             ValueError: it can never fit, or its id is live; nothing was changed.
         """
-        self.scheduler.add(request)
+        self.engine.submit([request])
         self.num_given += 1
         self.num_unfinished += 1
 
     def num_hit_tokens(self, request: Request) -> int:
         """Tokens of its prompt that the prefix cache has now."""
-        allocator = self.scheduler.allocator
+        allocator = self.engine.scheduler.allocator
         found = allocator.match_prefix(request.token_ids, request.cache_salt)
         return len(found) * allocator.block_size
 
     def advance(self, until: float, count: Callable[[int], object] | None = None) -> None:
         """Let time pass to `until` (seconds; inf: until all is done).
 
-        A step that would begin at `until` does not: who arrives then may still join it.
-        count is told how many requests each step has finished.
+        A step that would begin at `until` does not: a request that arrives then may still
+        join it. count is called with the number of requests that a step has finished.
         """
         while self._in_flight or (self.clock.now() < until and self._begin_step()):
             if self.clock.now() > until:
@@ -180,20 +164,16 @@ class Replica:
             self.clock.sleep_until(until)
 
     def _begin_step(self) -> bool:
-        """Plan a step and have the clock at its end; False if there is nothing to do."""
+        """Plan a step and move the clock to its end; False if there is nothing to do."""
         start = self.clock.now()
-        plan = self.scheduler.schedule(start)
+        plan = self.engine.begin_step()
         if not plan.scheduled:
             return False
-        allocator = self.scheduler.allocator
-        num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
-        self.stats.count_step(plan, self.config, num_blocks_in_use)
-        self.stats.num_preemptions += len(plan.preempted)
-        self._in_flight = plan, self.runner.run(plan)
+        self._in_flight = plan, self.engine.runner.run(plan)
         seconds = self.clock.now() - start
         self.busy_seconds += seconds
         if self._keep_timeline:
-            num_tokens = {row.request.request_id: row.num_tokens for row in plan.scheduled}
+            num_tokens = {e.request.request_id: e.num_tokens for e in plan.scheduled}
             preempted = [request.request_id for request in plan.preempted]
             self._timeline.append(StepRecord(start, seconds, num_tokens, preempted))
         return True
@@ -201,19 +181,19 @@ class Replica:
     def _end_step(self) -> int:
         """Record what the step in flight computed; return how many requests it finished."""
         (plan, result), self._in_flight = self._in_flight, None
-        now = self.clock.now()
-        self.itl.step(result.token_ids, now)
-        finished = self.scheduler.update(plan, result.token_ids, now)
-        for request in finished:
-            self.itl.forget(request.request_id)
-            self.requests[request.request_id] = request.metrics
+        self.itl.step(result.token_ids, self.clock.now())
+        served = self.engine.end_step(plan, result)
+        finished = [self.engine.output(r) for r in served if r.finish_reason is not None]
+        for output in finished:
+            self.itl.forget(output.request_id)
+            self.requests[output.request_id] = output.metrics
         self.num_unfinished -= len(finished)
         return len(finished)
 
     def result(
         self, duration: float, goodput: Mapping[str, float] | None = None
     ) -> SimulationResult:
-        """What came of it, rates being over duration (seconds)."""
+        """What came of it, with rates over duration (seconds)."""
         metrics = summarize_all([self], duration, goodput)
         return SimulationResult(metrics, self._timeline, self.requests)
 
@@ -246,7 +226,7 @@ def summarize_all(
     done = [m for replica in replicas for m in replica.requests.values()]
     stats, itl = EngineStats(), InterTokenLatencies()
     for replica in replicas:
-        stats.take_in(replica.stats)
+        stats.take_in(replica.engine.stats)
         itl.take_in(replica.itl)
     metrics = summarize(done, duration, itl, goodput) | stats.utilizations()
     metrics["num_swapped_blocks"] = stats.num_swapped_blocks
