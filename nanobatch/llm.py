@@ -11,9 +11,12 @@ One request's way from here to its last token:
       LLMEngine.step -> Scheduler.schedule -> ModelRunner.run -> Decoder -> sample
                      -> Scheduler.update -> IncrementalDetokenizer -> RequestOutput
 
+This is the one place that puts the parts together: build_runner() finds the extensions that the
+settings ask for and puts them around a ModelRunner.
+
 Always holds: results come in the order of their prompts; all prompts are checked before the
 first is queued; streams and generate calls on one engine may interleave, and each gets its
-own outputs.
+own outputs; no extension is imported that no setting asks for.
 
 Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLM class.
 """
@@ -21,33 +24,41 @@ Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLM class.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from nanobatch.config import EngineConfig
 from nanobatch.engine import LLMEngine
-from nanobatch.extensions.tensor_parallel import join
 from nanobatch.model_runner import ModelRunner
-from nanobatch.models.loader import load
+from nanobatch.models.decoder import Decoder
+from nanobatch.models.loader import LoadedModel, load
 from nanobatch.request import Request, RequestOutput, SamplingParams
 from nanobatch.utils.device import resolve_device, resolve_dtype
+from nanobatch.utils.extensions import has_extension, load_extension
+
+if TYPE_CHECKING:
+    from nanobatch.extensions.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model and an engine around it. Its repr says what dtype and device "auto" came to; so
-    does a line of the logger "nanobatch.llm".
+    """A model and an engine around it. Its repr shows the dtype and device that "auto" stands
+    for; so does a line of the logger "nanobatch.llm".
 
     Args:
         model: "tiny", "smollm2", "dummy:NAME", a directory, a .gguf file or a hub id.
-        config: the engine's knobs.
-        overrides: EngineConfig fields by keyword; they win over config.
+        config: the engine's settings.
+        overrides: EngineConfig fields by keyword; they override those of config.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: a field or the checkpoint is wrong; the message says which and how.
+        ValueError: a field or the checkpoint is wrong; the message says which one and why.
     """
 
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides):
@@ -61,22 +72,15 @@ class LLM:
                 + ", ".join(sorted(names))
             )
         config = dataclasses.replace(config or EngineConfig(), **overrides)
-        ranks = join(config.tensor_parallel_size, config.device)
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, device)
-        ranks.check_same(model=str(model), config=config, dtype=dtype, device=device.type)
-        how = (dtype, device, config.seed)
-        loaded = load(str(model), *how, ranks, config.max_model_len)
-        draft = None
+        self.name, ranks = str(model), join_ranks(config)
+        self._is_first_rank = ranks is None or ranks.rank == 0
+        loaded, draft = load_model(self.name, config, ranks), None
         if config.speculative == "draft":
-            longest = config.max_model_len
-            draft = load(config.draft_model, *how, max_model_len=longest).model
-        ranks.all_of(0)  # wait for each other here, where a rank that could not load is missed
-        runner = ModelRunner(loaded.model, config, draft)
-        self.name = str(model)
+            draft = load_model(config.draft_model, config).model
+        runner = build_runner(loaded.model, config, draft, ranks)
         self.tokenizer = loaded.tokenizer
         self.engine = LLMEngine(
-            runner.config, runner, tokenizer=loaded.tokenizer, clock=runner.clock
+            runner.config, runner, tokenizer=self.tokenizer, clock=runner.clock
         )
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}  # by request id
         logger.info("%r, attention_backend=%r", self, runner.backend)
@@ -132,7 +136,7 @@ class LLM:
                     self._submit(family, sink)
                 while len(last) < len(requests):
                     self._step()
-            finally:  # interrupted: the engine must not go on with what nobody waits for
+            finally:  # interrupted: the engine must not go on with these requests
                 self._release(requests)
         return [last[request.request_id] for request in requests]
 
@@ -141,8 +145,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield an output for each new token (with drafts, several); `delta` is the new text.
 
-        The prompt is checked now and queued when the first output is asked for. A stream
-        that is dropped half way aborts its request.
+        The prompt is checked now and queued when the first output is asked for. Closing the
+        stream early aborts its request.
         """
         return self._stream(self.engine.prepare(prompt, params))
 
@@ -209,5 +213,82 @@ class LLM:
     def _bar(self, total: int, shown: bool):
         from tqdm.auto import tqdm
 
-        is_first = self.engine.runner.ranks.rank == 0
-        return tqdm(total=total, disable=not (shown and is_first), unit="request")
+        return tqdm(total=total, disable=not (shown and self._is_first_rank), unit="request")
+
+
+# ------------------------------------------------------------- the parts, put together
+
+
+def build_runner(
+    model: Decoder,
+    config: EngineConfig,
+    draft: Decoder | None = None,
+    ranks: Ranks | None = None,
+) -> ModelRunner:
+    """A ModelRunner with the extensions that config asks for.
+
+    Args:
+        model: with its weights, or this rank's shard of it.
+        config: the engine's settings.
+        draft: the draft model, of the same dtype and device, if config.speculative is "draft".
+        ranks: the processes that share the model, if there are several (join_ranks).
+
+    Raises:
+        ValueError: as ModelRunner; an extension's file is missing; or the draft model, or the
+            number of ranks, is not what config says.
+    """
+    make = functools.partial(ModelRunner, model)
+    if config.speculative is not None or draft is not None:
+        module = load_extension("speculative_runner", f"speculative is {config.speculative!r}")
+        make = functools.partial(module.SpeculativeRunner, model, draft=draft)
+    if ranks is None:
+        return _extended(make(config, served={"preemption"}))
+    parallel = _load_for_ranks("tensor_parallel", config)
+    make = functools.partial(make, served={"preemption", "tensor_parallel_size"})
+    config = parallel.agree_on_blocks(make, config, ranks)
+    with ranks.together():
+        runner = _extended(make(config))
+    return parallel.ParallelRunner(runner, ranks)
+
+
+def _extended(runner: ModelRunner) -> ModelRunner:
+    """Add what a runner calls in its steps: copies of swapped blocks, captured graphs."""
+    if runner.config.preemption == "swap":
+        load_extension("host_cache", "preemption is 'swap'").HostCache.add_to(runner)
+    if runner.can_capture and has_extension("cuda_graphs"):
+        load_extension("cuda_graphs", "cuda_graphs is True").DecodeGraphs.add_to(runner)
+    return runner
+
+
+def join_ranks(config: EngineConfig) -> Ranks | None:
+    """Meet the other processes that torchrun started; None where this one is alone.
+
+    Raises:
+        ValueError: there are not tensor_parallel_size processes, or not as many GPUs.
+    """
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if config.tensor_parallel_size == num_processes == 1:
+        return None
+    return _load_for_ranks("ranks", config).join(config.tensor_parallel_size, config.device)
+
+
+def load_model(name: str, config: EngineConfig, ranks: Ranks | None = None) -> LoadedModel:
+    """Load a model onto the device and in the number format that config asks for.
+
+    Args:
+        ranks: the processes that share it (join_ranks), if there are several: then only this
+            one's shard is kept.
+
+    Raises:
+        FileNotFoundError, ValueError: as models.loader.load; or ranks were given other values.
+    """
+    device, shard = resolve_device(config.device), None
+    dtype = resolve_dtype(config.dtype, device)
+    if ranks is not None:
+        ranks.check_same(model=name, config=config, dtype=dtype, device=device.type)
+        shard = _load_for_ranks("tensor_parallel", config).Shard(ranks)
+    return load(name, dtype, device, config.seed, shard, config.max_model_len)
+
+
+def _load_for_ranks(name: str, config: EngineConfig) -> ModuleType:
+    return load_extension(name, f"tensor_parallel_size is {config.tensor_parallel_size}")

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,10 +93,7 @@ class Sampled:
 
 
 def sample(
-    logits_SV: Tensor,
-    rows: Sequence[SamplingRow],
-    ops: Ops = REFERENCE,
-    agree: Callable[[list[int]], Sequence[float]] = list,
+    logits_SV: Tensor, rows: Sequence[SamplingRow], ops: Ops = REFERENCE
 ) -> list[Sampled]:
     """Choose one token for each row.
 
@@ -104,7 +101,6 @@ def sample(
         logits_SV: float32 [S, V], the model's raw logits; not changed.
         rows: S of them.
         ops: finds the largest logits.
-        agree: from the tokens chosen here to those that count (extensions/tensor_parallel.py).
     """
     raw_SV = logits_SV
     logits_SV = _adjust(raw_SV, rows)
@@ -121,7 +117,6 @@ def sample(
         drawn = _draw(logits_SV[random_rows], [rows[i] for i in random_rows])
         for i, token_id in zip(random_rows, drawn, strict=True):
             tokens[i] = token_id
-    tokens = [int(token_id) for token_id in agree(tokens)]
     return [
         Sampled(tokens[i], _logprobs(raw_SV[i], rows[i].params.logprobs, tokens[i]))
         if is_ok[i]

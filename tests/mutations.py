@@ -71,7 +71,7 @@ MUTATIONS = {
     "drafts-count-though-rejected": Mutation("scheduler.py", "                num_computed = len(request.token_ids) - 1\n", "                pass\n", SHADOW),
     "drafts-take-what-others-need": Mutation("extensions/speculative.py", "num_spare = allocator.num_free_blocks - look_ahead.num_promised", "num_spare = allocator.num_free_blocks", "tests/extensions/test_speculative.py"),
     "rejected-drafts-keep-blocks": Mutation("scheduler.py", "            hook.begin_step()\n", "            pass\n", "tests/extensions/test_speculative.py"),
-    "all-drafts-are-right": Mutation("model_runner.py", "        if one.token_id != drafted:\n            break\n", "", "tests/extensions/test_speculative.py"),
+    "all-drafts-are-right": Mutation("extensions/speculative_runner.py", "        if one.token_id != drafted:\n            break\n", "", "tests/extensions/test_speculative.py"),
     "rejected-draft-is-drawn-again": Mutation("sampler.py", "torch.where(left_XV.sum(dim=1, keepdim=True) > 0, left_XV, p_XV)", "p_XV", "tests/extensions/test_speculative.py"),
     "draft-is-always-accepted": Mutation("sampler.py", "if _uniform(rows[r], \":accept\") * q < p:", "if p > 0:", "tests/extensions/test_speculative.py"),
     "last-draft-is-not-computed": Mutation("extensions/draft_model.py", "range(1 + max(len(s.draft_token_ids) for s in scheduled))", "range(max(1, *(len(s.draft_token_ids) for s in scheduled), 1))", "tests/extensions/test_speculative.py"),
@@ -134,10 +134,10 @@ MUTATIONS = {
     "rope-pairs-not-reordered": Mutation("models/weight_names.py", "    head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]\n", "    head = list(range(D))\n", "tests/models/test_models.py"),
     "remote-code-is-run": Mutation("models/loader.py", "directory, trust_remote_code=False, **source", "directory, **source", "tests/models/test_loader.py"),
     # ---- several ranks
-    "bias-of-every-rank": Mutation("extensions/tensor_parallel.py", "return whole if self.rank == 0 else torch.zeros_like(whole)", "return whole", "tests/extensions/test_tensor_parallel.py"),
+    "bias-of-every-rank": Mutation("extensions/tensor_parallel.py", "return whole if rank == 0 else torch.zeros_like(whole)", "return whole", "tests/extensions/test_tensor_parallel.py"),
     "rows-of-other-ranks": Mutation("extensions/tensor_parallel.py", "x_TE.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)", "x_TE", "tests/extensions/test_tensor_parallel.py"),
-    "each-rank-its-clock": Mutation("extensions/tensor_parallel.py", "[now] = self._ranks.first([self._clock.now()])", "now = self._clock.now()", "tests/extensions/test_tensor_parallel.py"),
-    "each-rank-its-tokens": Mutation("model_runner.py", "agree=self.ranks.first", "agree=list", "tests/extensions/test_tensor_parallel.py"),
+    "each-rank-its-clock": Mutation("extensions/ranks.py", "[now] = self._ranks.first([self._clock.now()])", "now = self._clock.now()", "tests/extensions/test_tensor_parallel.py"),
+    "each-rank-its-tokens": Mutation("extensions/tensor_parallel.py", "return self.ranks.first_object(self.runner.run(plan))", "return self.runner.run(plan)", "tests/extensions/test_tensor_parallel.py"),
     # ---- sampling and text
     "top-k-after-top-p": Mutation("sampler.py", "    sorted_XV.masked_fill_(rank_V >= top_k_X1, 0)\n", "", "tests/test_sampler.py"),
     "top-p-drops-the-likeliest": Mutation("sampler.py", "    is_past_XV[:, 0] = False  # the likeliest token always stays\n", "", "tests/test_sampler.py"),

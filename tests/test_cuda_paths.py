@@ -21,12 +21,15 @@ from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import Row, pack
 from nanobatch.bench.static_batching import run_static_batch
 from nanobatch.extensions.cuda_graphs import DecodeGraphs
-from nanobatch.extensions.tensor_parallel import Ranks
-from nanobatch.model_runner import MAX_AUTO_BLOCKS, ModelRunner, bytes_per_block
+from nanobatch.extensions.ranks import Ranks
+from nanobatch.extensions.tensor_parallel import Shard
+from nanobatch.llm import build_runner
+from nanobatch.model_runner import ModelRunner, bytes_per_block
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.utils import device as device_module
-from nanobatch.utils.device import GIB, GpuMemory, cache_bytes, resolve_device, resolve_dtype
+from nanobatch.utils.cache_size import GIB, MAX_AUTO_BLOCKS
+from nanobatch.utils.device import GpuMemory, cache_bytes, resolve_device, resolve_dtype
 
 pytest.importorskip("triton")
 from nanobatch import paged_attention_kernel  # noqa: E402
@@ -150,16 +153,30 @@ class OnlyOnGpu(TorchDispatchMode):
 
 
 def fake_decoder(name="tiny", dtype=torch.bfloat16, ranks=None):
-    """A decoder on a GPU that is not there (call it in a FakeTensorMode)."""
+    """A decoder (or a rank's shard) on a GPU that is not there, for a FakeTensorMode."""
+    config, shard = MODEL_PRESETS[name], None if ranks is None else Shard(ranks)
     with torch.device("meta"):
-        model = Decoder(MODEL_PRESETS[name], ranks)
+        model = Decoder(config if shard is None else shard.config(config))
     weights = {
         name: torch.empty(weight.shape, dtype=dtype, device=GPU)
         for name, weight in model.state_dict().items()
     }
     model.load_state_dict(weights, assign=True)
     model.inv_freq_R = torch.empty(model.inv_freq_R.shape, device=GPU)
+    if shard is not None:
+        shard.connect(model, config)
     return model.eval().requires_grad_(False)
+
+
+def only_on_gpu(runner):
+    """Let a runner's forward touch no tensor on the CPU."""
+    forward = runner.forward
+
+    def watched(batch):
+        with OnlyOnGpu():
+            return forward(batch)
+
+    runner.forward = watched
 
 
 # ---- which device, which format --------------------------------------------------------
@@ -217,9 +234,9 @@ def test_the_pool_is_what_the_largest_step_leaves(
     )
     knobs = {"max_num_seqs": 3, "max_num_batched_tokens": 200, "cuda_graphs": cuda_graphs}
     with FakeTensorMode():
-        runner = ModelRunner(fake_decoder(), EngineConfig(**knobs, gpu_memory_utilization=0.1))
+        runner = build_runner(fake_decoder(), EngineConfig(**knobs, gpu_memory_utilization=0.1))
     assert [len(row.token_ids) for row in packed[0]] == [67, 67, 66]
-    assert (runner.graphs is not None) == cuda_graphs
+    assert isinstance(runner.compute, DecodeGraphs) == cuda_graphs
     left = cache_bytes(GpuMemory(141 * GIB, GIB, GIB, 2 * GIB), 0.1, cuda_graphs)
     size = bytes_per_block(MODEL_PRESETS["tiny"], 16, torch.bfloat16)
     assert runner.config.num_blocks == left // size < MAX_AUTO_BLOCKS
@@ -229,16 +246,13 @@ def test_the_pool_is_what_the_largest_step_leaves(
 
 def test_ranks_take_a_pool_that_fits_all_of_them(launches, numbers_are_zero, monkeypatch):
     for name in ("all_reduce", "all_gather"):
-        monkeypatch.setattr(
-            f"nanobatch.extensions.tensor_parallel.dist.{name}", lambda *tensors: None
-        )
-    monkeypatch.setattr(
-        "nanobatch.extensions.tensor_parallel.dist.is_initialized", lambda: True
-    )
+        monkeypatch.setattr(f"nanobatch.extensions.ranks.dist.{name}", lambda *tensors: None)
+    monkeypatch.setattr("nanobatch.extensions.ranks.dist.is_initialized", lambda: True)
     monkeypatch.setattr(Ranks, "all_of", lambda ranks, number: [number, 40])
     config = EngineConfig(cuda_graphs=False, tensor_parallel_size=2, max_num_seqs=3)
     with FakeTensorMode():
-        runner = ModelRunner(fake_decoder(ranks=Ranks(0, 2)), config)
+        ranks = Ranks(0, 2)
+        runner = build_runner(fake_decoder(ranks=ranks), config, ranks=ranks)
     assert runner.config.num_blocks == 40 == runner.caches[0].keys.shape[0]
 
 
@@ -268,17 +282,11 @@ def test_a_captured_step_neither_waits_nor_copies(name, launches):
     config = MODEL_PRESETS[name]
     with FakeTensorMode():
         model = fake_decoder(name)
-        runner = ModelRunner(model, EngineConfig(num_blocks=40, cuda_graphs=False))
-
-        def forward(batch):
-            with OnlyOnGpu():
-                return model.logits(runner._hidden(batch, runner.caches))
-
+        knobs = {"num_blocks": 40, "max_num_seqs": 3, "max_model_len": 4096}
+        runner = ModelRunner(model, EngineConfig(**knobs, cuda_graphs=False))
+        only_on_gpu(runner)
         steps = []
-        graphs = DecodeGraphs(
-            forward, 3, 256, config.vocab_size, runner.device,
-            capture=lambda step: steps.append(step) or step,
-        )  # fmt: skip
+        graphs = DecodeGraphs(runner, capture=lambda step: steps.append(step) or step)
         assert graphs.sizes == [1, 2, 3]
         for step in steps:
             launches.clear()
@@ -295,21 +303,19 @@ def test_a_captured_step_neither_waits_nor_copies(name, launches):
 
 def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches, monkeypatch):
     config, exchanges = MODEL_PRESETS["llama-3.1-8b"], []
+    monkeypatch.setattr(Ranks, "all_of", lambda ranks, number: [number])
     for name in ("all_reduce", "all_gather"):
         stand_in = lambda *tensors, name=name: exchanges.append(name)  # noqa: E731
-        monkeypatch.setattr(f"nanobatch.extensions.tensor_parallel.dist.{name}", stand_in)
-    monkeypatch.setattr(
-        "nanobatch.extensions.tensor_parallel.dist.is_initialized", lambda: True
-    )
+        monkeypatch.setattr(f"nanobatch.extensions.ranks.dist.{name}", stand_in)
+    monkeypatch.setattr("nanobatch.extensions.ranks.dist.is_initialized", lambda: True)
     with FakeTensorMode():
-        model = fake_decoder("llama-3.1-8b", ranks=Ranks(1, 4))
-        engine_config = EngineConfig(num_blocks=40, cuda_graphs=False, tensor_parallel_size=4)
-        runner = ModelRunner(model, engine_config)
+        ranks, knobs = Ranks(1, 4), {"num_blocks": 40, "max_num_seqs": 2}
+        model = fake_decoder("llama-3.1-8b", ranks=ranks)
+        engine_config = EngineConfig(**knobs, cuda_graphs=False, tensor_parallel_size=4)
+        runner = build_runner(model, engine_config, ranks=ranks).runner
         assert runner.caches[0].keys.shape[1] == config.num_kv_heads // 4
 
-        def forward(batch):
-            with OnlyOnGpu():
-                return model.logits(runner._hidden(batch, runner.caches))
+        only_on_gpu(runner)
 
         def capture(step):
             exchanges.clear()
@@ -319,7 +325,7 @@ def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches,
             assert exchanges == ["all_reduce", *in_layers, "all_gather"]
             return step
 
-        DecodeGraphs(forward, 2, 256, config.vocab_size, runner.device, capture)
+        DecodeGraphs(runner, capture)
 
 
 def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkeypatch):
@@ -344,8 +350,8 @@ def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkey
 
     monkeypatch.setattr("nanobatch.sampler.torch.stack", stack)
     with FakeTensorMode():
-        runner = ModelRunner(fake_decoder(), config)
-        assert runner.backend.name == "triton" and runner.graphs.sizes == [1, 2, 4, 8]
+        runner = build_runner(fake_decoder(), config)
+        assert runner.backend.name == "triton" and runner.compute.sizes == [1, 2, 4, 8]
         engine = LLMEngine(runner.config, runner)
         for i, params in enumerate(kinds):
             engine.add_request([1] * (9 + i), params)

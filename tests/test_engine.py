@@ -28,7 +28,7 @@ import torch
 
 import nanobatch
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams, StepResult
-from nanobatch.model_runner import ModelRunner
+from nanobatch.llm import build_runner
 from nanobatch.models.loader import load
 from nanobatch.models.tokenizer import ByteTokenizer
 from nanobatch.request import RequestStatus
@@ -151,7 +151,7 @@ def test_the_oracle_is_the_model_that_transformers_loads():
 def tiny_engine(wrap=lambda runner: runner, **knobs):
     """An engine on the bundled model; wrap may put something around its runner."""
     knobs = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8} | knobs
-    runner = ModelRunner(tiny(DEVICE), EngineConfig(dtype="float32", **knobs))
+    runner = build_runner(tiny(DEVICE), EngineConfig(dtype="float32", **knobs))
     return LLMEngine(runner.config, wrap(runner), tokenizer=TOKENIZER)
 
 

@@ -25,7 +25,7 @@ from test_engine import TOKENIZER, Poison, Watch, dense_attend
 from nanobatch import EngineConfig, LLMEngine, RequestStatus, SamplingParams
 from nanobatch.bench.fuzz import choose, make_noise
 from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS
-from nanobatch.model_runner import ModelRunner
+from nanobatch.llm import build_runner
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.loader import make_dummy
 from nanobatch.sampler import SamplingRow
@@ -185,7 +185,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(config=configs())
     def build(self, config):
-        runner = ModelRunner(model(), config)
+        runner = build_runner(model(), config)
         poison = Poison(runner)
         self.faulty = Faulty(poison)
         self.clock = VirtualClock()

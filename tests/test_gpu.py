@@ -42,7 +42,8 @@ from nanobatch.attention import paged_attention
 from nanobatch.batch import Row, pack
 from nanobatch.bench.hardware import measure_hardware
 from nanobatch.bench.kernels import KernelBench, attention_inputs
-from nanobatch.model_runner import ModelRunner
+from nanobatch.extensions.cuda_graphs import DecodeGraphs
+from nanobatch.llm import build_runner
 from nanobatch.models.loader import load
 
 pytestmark = pytest.mark.gpu
@@ -151,10 +152,10 @@ def test_logits_in_each_format(dtype, atol):
 def test_replay_equals_an_eager_step(dtype):
     """All sizes, ragged lengths, poison in every slot that nobody owns."""
     model = load("tiny", dtype, GPU).model
-    runner = ModelRunner(
+    runner = build_runner(
         model, EngineConfig(num_blocks=400, max_num_seqs=19, max_num_batched_tokens=19)
     )
-    assert runner.graphs.sizes == [1, 2, 4, 8, 16, 19]
+    assert runner.compute.sizes == [1, 2, 4, 8, 16, 19]
     generator = torch.Generator(GPU).manual_seed(0)
     parts = [cache.parts for cache in runner.caches]
     for num_rows in (19, 1, 3, 16, 5, 2, 12, 19, 4):
@@ -167,9 +168,9 @@ def test_replay_equals_an_eager_step(dtype):
             for cache in pair:
                 cache.copy_(torch.randn(cache.shape, generator=generator, device=GPU))
                 cache[free] = torch.nan
-        replayed = runner.graphs.replay(pack(rows, 16)).clone()
+        replayed = runner.compute.replay(pack(rows, 16)).clone()
         after = [(k.clone(), v.clone()) for k, v in parts]
-        eager = model.logits(runner._hidden(pack(rows, 16, GPU), runner.caches))
+        eager = runner.forward(pack(rows, 16, GPU))
         assert replayed.isfinite().all()
         # The padded products may be rounded differently, nothing else.
         atol = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 0.3}[dtype]
@@ -195,7 +196,7 @@ def test_the_gpu_says_what_the_cpu_says(knobs):
         outs = llm.generate(prompts, params, progress=False)
         assert llm.engine.stats.num_preemptions > 0
         tokens.append([out.token_ids for out in outs])
-    assert (llm.engine.runner.graphs is None) == bool(knobs)
+    assert isinstance(llm.engine.runner.compute, DecodeGraphs) == (not knobs)
     assert tokens[0] == tokens[1]
 
 

@@ -44,12 +44,6 @@ IMPORT_BY_NAME = {"", "utils.extensions", "bench.cli", "check", "viz.__main__"}
 
 # What breaks a rule today. May only shrink: an entry that breaks no rule fails the test.
 EXCEPTIONS = {
-    "model_runner -> extensions.cuda_graphs",
-    "model_runner -> extensions.draft_model",
-    "model_runner -> extensions.tensor_parallel",
-    "models.decoder -> extensions.tensor_parallel",
-    "models.experts -> extensions.tensor_parallel",
-    "models.loader -> extensions.tensor_parallel",
 }
 
 

@@ -35,7 +35,7 @@ from nanobatch.engine import LLMEngine
 from nanobatch.extensions.cpu import library as cpu_library
 from nanobatch.extensions.quantized_cache import FP8_CAPABILITY
 from nanobatch.kernels.ops import HAS_TRITON
-from nanobatch.model_runner import ModelRunner
+from nanobatch.llm import build_runner
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.loader import load
 from nanobatch.request import RequestOutput, SamplingParams
@@ -217,7 +217,7 @@ class Fuzz:
     def _serve(
         self, config: EngineConfig, asks: list[Ask]
     ) -> tuple[list[RequestOutput], LLMEngine]:
-        runner = ModelRunner(self.model, config)
+        runner = build_runner(self.model, config)
         clock = VirtualClock()  # a step takes 1 ms: the same trial is the same everywhere
         engine = LLMEngine(runner.config, runner, clock=clock)
         done: dict[str, RequestOutput] = {}

@@ -34,10 +34,9 @@ from nanobatch.bench.passes import Run, run_engine, run_static
 from nanobatch.bench.rungs import make_rungs
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
-from nanobatch.extensions.tensor_parallel import Ranks, join
-from nanobatch.model_runner import ModelRunner
+from nanobatch.extensions.ranks import Ranks
+from nanobatch.llm import build_runner, join_ranks, load_model
 from nanobatch.models.decoder import Decoder
-from nanobatch.models.loader import load
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.device import resolve_device, resolve_dtype
 
@@ -49,7 +48,9 @@ REPORT = {"repeat": 3, "goodput": None, "save_json": None, "plot": None}
 Rung = Callable[[Sequence[WorkItem]], Run]
 
 
-def make_ladder(model: Decoder, longest: int, config: EngineConfig) -> dict[str, Rung]:
+def make_ladder(
+    model: Decoder, longest: int, config: EngineConfig, ranks: Ranks | None = None
+) -> dict[str, Rung]:
     """The rungs by name; each takes the requests to run.
 
     Args:
@@ -57,13 +58,15 @@ def make_ladder(model: Decoder, longest: int, config: EngineConfig) -> dict[str,
         longest: tokens of the longest request, prompt and output.
         config: block_size, max_num_seqs, the budget of the chunked rungs, cuda_graphs; of the
             continuous rungs the policy, the admission, the paged cache and who reads it.
+        ranks: the processes that share the model, if there are several.
     """
     slots = config.max_num_seqs
     configs = make_rungs(replace(config, max_model_len=longest), longest)
     # One runner serves all; on a GPU its pool is what they need, not all memory there is.
     on_cuda = model.embed.weight.is_cuda
     num_blocks = slots * cdiv(longest, config.block_size) if on_cuda else None
-    runner = ModelRunner(model, replace(configs["continuous"], num_blocks=num_blocks))
+    runner_config = replace(configs["continuous"], num_blocks=num_blocks)
+    runner = build_runner(model, runner_config, ranks=ranks)
     rungs: dict[str, Rung] = {}
     for name, rung in configs.items():
         if name in ("sequential", "static"):
@@ -150,18 +153,21 @@ def check_arguments(args: Namespace) -> None:
 
 def run_command(args: Namespace, figures=None) -> dict:
     """Measure and print; the report. figures: nanobatch.viz, which draws for --plot."""
-    ranks = join(args.tensor_parallel_size, args.device)
-    if ranks.rank == 0:
+    ranks = join_ranks(
+        EngineConfig(tensor_parallel_size=args.tensor_parallel_size, device=args.device)
+    )
+    if ranks is None or ranks.rank == 0:
         return _run(args, ranks, figures)
     args.save_json = args.plot = None  # every rank does the same; one of them reports it
     with contextlib.redirect_stdout(io.StringIO()):
         return _run(args, ranks, figures)
 
 
-def _run(args: Namespace, ranks: Ranks, figures) -> dict:
+def _run(args: Namespace, ranks: Ranks | None, figures) -> dict:
+    config = replace(flags.engine_config(args), device=args.device, dtype=args.dtype)
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
-    loaded = load(args.model, dtype, device, ranks=ranks)
+    loaded = load_model(args.model, config, ranks)
     model, rate = loaded.model, args.request_rate[0]
     is_small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
     if args.threads or is_small:
@@ -174,7 +180,7 @@ def _run(args: Namespace, ranks: Ranks, figures) -> dict:
     hardware = measure_hardware(device, dtype) if device.type == "cuda" else None
     if hardware is not None:
         print(describe_rates(hardware))
-    rungs = make_ladder(model, flags.longest_of(items), flags.engine_config(args))
+    rungs = make_ladder(model, flags.longest_of(items), config, ranks)
     for rung in rungs.values():  # warm up
         few = items[: args.max_num_seqs]
         rung([replace(item, num_output_tokens=2, arrival_time=0.0) for item in few])

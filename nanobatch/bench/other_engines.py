@@ -38,7 +38,7 @@ from nanobatch.bench import engine_process, flags, report
 from nanobatch.bench.passes import run_engine
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
-from nanobatch.model_runner import ModelRunner
+from nanobatch.llm import build_runner
 from nanobatch.models.loader import load, save
 from nanobatch.utils.device import resolve_dtype
 
@@ -189,7 +189,7 @@ def compare(
 def _take_turns(model, others, prompts, output_lens, repeat) -> dict[str, Standing]:
     # The activations of a step of 1024 tokens fit into a CPU's caches; those of 2048 do not.
     config = EngineConfig(enable_prefix_caching=False, max_num_batched_tokens=1024)
-    runner = ModelRunner(model, config)
+    runner = build_runner(model, config)
 
     def ours(prompts, output_lens):
         items = [WorkItem(prompt, n) for prompt, n in zip(prompts, output_lens, strict=True)]

@@ -26,6 +26,7 @@ import torch
 from nanobatch.bench import flags, report
 from nanobatch.config import SPECULATIONS, EngineConfig
 from nanobatch.engine import LLMEngine
+from nanobatch.llm import build_runner
 from nanobatch.metrics import EngineStats
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.decoder import Decoder
@@ -81,8 +82,8 @@ def measure(
     longest = max(map(len, prompts.values())) + num_tokens
     num_blocks = cdiv(longest, config.block_size)
     config = replace(config, max_model_len=longest, num_blocks=num_blocks, max_num_seqs=1)
-    plain = ModelRunner(model, replace(config, speculative=None, draft_model=None))
-    drafting = ModelRunner(model, config, draft)
+    plain = build_runner(model, replace(config, speculative=None, draft_model=None))
+    drafting = build_runner(model, config, draft)
     gains = []
     for name, prompt in prompts.items():
         times: dict[ModelRunner, list[float]] = {plain: [], drafting: []}

@@ -2,32 +2,35 @@
 
 A decode step is hundreds of kernels of a few microseconds each; launching them one by one
 from Python takes longer than running them. A CUDA graph is launched as one. It always reads
-and writes the same addresses, so a batch is copied into persistent buffers first, and padded
-to the next size for which there is a graph:
+and writes the same addresses, so a batch is first copied into persistent buffers and padded
+to the next size that has a graph:
 
     sizes                1  2  4  8  16  24 ... max_num_seqs
     a batch of 5 rows    r0 r1 r2 r3 r4  .  .  .               the graph of 8
     slots                 9 40 17  2 33 -1 -1 -1               -1 writes nothing
     seq_lens              6  9  2  3 18  0  0  0               no keys to read
 
-All that a graph fixes is the batch's shape: how the attention is cut up follows from that
-alone (choose_launch_config), and lengths, slots and block tables are data in the buffers.
+A graph fixes only the batch's shape. The launch configuration of attention depends on nothing
+else (choose_launch_config); lengths, slots and block tables are data in the buffers. A step
+with any prefill in it, or with drafts to check, runs eagerly.
 
 Always holds (invariants 12 and 14): replay gives what the same step gives eagerly; padding
-rows read and write nothing of the cache.
+rows neither read nor write the cache.
 
 Taught in notebooks/06_the_triton_kernel.ipynb. Source: vLLM's and nano-vllm's model runners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nanobatch.batch import PADDING_SLOT, Batch
+from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
+from nanobatch.model_runner import ModelRunner
+from nanobatch.utils.arithmetic import cdiv
 
 Step = Callable[[], None]
 
@@ -73,51 +76,54 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """Replays decode steps.
+    """A runner's `compute` for which decode steps are replayed and all others run eagerly.
 
     Args:
-        forward: from a batch of decodes to logits, float32 [S, V]; it may not wait for the
-            device or copy to it, and must do the same work for any batch of a shape.
-        max_num_seqs: rows of the largest graph.
-        max_blocks: entries of a block table's row.
-        vocab_size: V.
-        device: of buffers and model.
-        capture: takes a step and gives back what repeats it. (The tests' gives back the step
-            itself, so that all but the recording is tested without a GPU.)
+        runner: on a GPU, with a backend that may be captured. Its `forward` may not wait for
+            the device or copy to it, and must do the same work for any batch of a shape.
+        capture: takes a step and returns what repeats it. (In tests that is the step itself,
+            so that all but the recording is tested without a GPU.)
     """
 
-    def __init__(
-        self,
-        forward: Callable[[Batch], Tensor],
-        max_num_seqs: int,
-        max_blocks: int,
-        vocab_size: int,
-        device: torch.device,
-        capture: Callable[[Step], Step] | None = None,
-    ):
+    @torch.inference_mode()
+    def __init__(self, runner: ModelRunner, capture: Callable[[Step], Step] | None = None):
         def zeros(*shape: int, dtype=torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device=runner.device)
 
-        S = max_num_seqs
+        self._runner, config = runner, runner.config
+        S, max_blocks = config.max_num_seqs, cdiv(config.max_model_len, config.block_size)
         self._buffers = Batch(
             token_ids_T=zeros(S),
             positions_T=zeros(S),
             slot_mapping_T=zeros(S) + PADDING_SLOT,
-            query_start_loc=torch.arange(S + 1, dtype=torch.int32, device=device),
+            query_start_loc=torch.arange(S + 1, dtype=torch.int32, device=runner.device),
             seq_lens_S=zeros(S, dtype=torch.int32),
             block_tables_SB=zeros(S, max_blocks, dtype=torch.int32),
-            logits_indices_S=torch.arange(S, device=device),
+            logits_indices_S=torch.arange(S, device=runner.device),
         )
-        self._logits_SV = zeros(S, vocab_size, dtype=torch.float32)
+        self._logits_SV = zeros(S, runner.vocab_size, dtype=torch.float32)
         capture = CudaCapture() if capture is None else capture
         self._replay: dict[int, Step] = {}
         # The largest first: the smaller ones then find room in its memory.
         for size in reversed(graph_sizes(S)):
-            self._replay[size] = capture(self._step(forward, size))
+            self._replay[size] = capture(self._step(size))
         self.sizes = sorted(self._replay)
 
-    def _step(self, forward: Callable[[Batch], Tensor], size: int) -> Step:
-        """One step on the first rows of the buffers."""
+    @classmethod
+    def add_to(cls, runner: ModelRunner) -> None:
+        """Let a runner replay its decode steps."""
+        runner.compute = cls(runner)
+
+    def __call__(self, rows: Sequence[Row]) -> Tensor:
+        """The logits that the rows ask for, float32 [L, V], as runner.compute_eagerly."""
+        if any(len(row.token_ids) > 1 for row in rows):
+            return self._runner.compute_eagerly(rows)
+        logits_SV = self.replay(pack(rows, self._runner.config.block_size))
+        sampling = [i for i, row in enumerate(rows) if row.num_logits > 0]
+        return logits_SV if len(sampling) == len(rows) else logits_SV[sampling]
+
+    def _step(self, size: int) -> Step:
+        """One step on the first `size` rows of the buffers."""
         whole = self._buffers
         batch = Batch(
             token_ids_T=whole.token_ids_T[:size],
@@ -131,12 +137,12 @@ class DecodeGraphs:
         )
 
         def step() -> None:
-            self._logits_SV[:size].copy_(forward(batch))
+            self._logits_SV[:size].copy_(self._runner.forward(batch))
 
         return step
 
     def replay(self, batch: Batch) -> Tensor:
-        """Logits of a batch of decodes, float32 [S, V]; they are good until the next replay.
+        """Logits of a batch of decodes, float32 [S, V], valid until the next replay.
 
         Args:
             batch: on the CPU, at most max_num_seqs rows of one token.

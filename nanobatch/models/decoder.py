@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nanobatch.extensions.tensor_parallel import Ranks
 from nanobatch.kernels.ops import REFERENCE, Ops, gelu_mul, layer_norm
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.experts import Experts
@@ -122,25 +121,16 @@ class LMHead(Linear):
         return logits_SV
 
 
-class RowParallelLinear(Linear):
-    """A product whose inputs are split over ranks: each computes a part of every sum."""
-
-    def __init__(self, in_size: int, out_size: int, bias: bool, ranks: Ranks):
-        super().__init__(in_size, out_size, bias)
-        if ranks.size > 1:
-            self.register_forward_hook(lambda module, inputs, part_TE: ranks.sum(part_TE))
-
-
 class MLP(nn.Module):
     """Up, activation, down; gated: times another product of the same input."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         E, F = config.hidden_size, config.intermediate_size
         self.is_gated, self.activation = config.gated_mlp, config.activation
         kind = GateUp if self.is_gated and self.activation == "silu" else Linear
         self.gate_up = kind(E, (2 if self.is_gated else 1) * F, bias=config.mlp_bias)
-        self.down = RowParallelLinear(F, E, config.mlp_bias, ranks)
+        self.down = Linear(F, E, bias=config.mlp_bias)
 
     def forward(self, x_TE: Tensor) -> Tensor:
         x_TF = self.gate_up(x_TE)
@@ -152,7 +142,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP. The three (two) input projections are one matrix product."""
 
-    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_heads, config.num_kv_heads
@@ -170,11 +160,11 @@ class DecoderLayer(nn.Module):
             q_size, k_size = (H * D, K * D) if self.norms_all_heads else (D, D)
             self.q_norm = RMSNorm(q_size, config.rms_norm_eps)
             self.k_norm = RMSNorm(k_size, config.rms_norm_eps)
-        self.o = RowParallelLinear(H * D, E, config.o_bias, ranks)
+        self.o = Linear(H * D, E, bias=config.o_bias)
         self.attention_post_norm = make_norm(config) if config.post_norm else None
         self.mlp_norm = make_norm(config) if config.pre_norm else NoNorm()
         kind = Experts if config.has_experts(layer) else MLP
-        self.mlp = kind(config, ranks)
+        self.mlp = kind(config)
         self.mlp_post_norm = make_norm(config) if config.post_norm else None
 
     def forward(
@@ -209,22 +199,17 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model, or this rank's part of it: `config` is the shape of the part.
+    """The whole model. Built on the meta device; the loader brings the weights."""
 
-    Built on the meta device; the loader brings the weights.
-    """
+    num_ranks = 1  # of several this is one's shard (extensions/tensor_parallel.py)
 
-    def __init__(self, config: ModelConfig, ranks: Ranks | None = None):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.ranks = ranks = Ranks() if ranks is None else ranks
-        self.vocab_size = config.vocab_size
+        self.config, self.vocab_size = config, config.vocab_size
         self.layout: str | None = None  # the backend that laid the weights out
-        self.config = config = ranks.part_of(config)
         embed_VE = torch.empty(config.vocab_size, config.hidden_size)
         self.embed = nn.Embedding.from_pretrained(embed_VE)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, ranks) for i in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = make_norm(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.register_buffer("inv_freq_R", rope_frequencies(config), persistent=False)
@@ -260,7 +245,7 @@ class Decoder(nn.Module):
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
         """[T, E], times the multiplier in the model's own format, as Hugging Face has it."""
-        x_TE = self.ranks.embed(token_ids_T, self.embed.weight)
+        x_TE = self.embed(token_ids_T)
         multiplier = self.config.embedding_multiplier
         return x_TE if multiplier == 1 else x_TE * torch.tensor(multiplier, dtype=x_TE.dtype)
 
@@ -282,8 +267,8 @@ class Decoder(nn.Module):
         return cos_TR, sin_TR
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """float32 [S, V] for the rows that need them, the same on all ranks."""
-        logits_SV = self.ranks.join_columns(self.lm_head(hidden_SE), self.vocab_size)
+        """float32 [S, V] for the rows that need them."""
+        logits_SV = self.lm_head(hidden_SE)
         if self.config.logits_scaling != 1:
             logits_SV = logits_SV / self.config.logits_scaling
         cap = self.config.final_logit_softcapping

@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanobatch.extensions.tensor_parallel import Ranks
 from nanobatch.kernels.ops import REFERENCE, Ops
 from nanobatch.models.config import ModelConfig
 
@@ -28,9 +27,8 @@ from nanobatch.models.config import ModelConfig
 class Experts(nn.Module):
     """The router, and the gated MLPs of X experts as two tensors."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.ranks = ranks  # each has a part of every expert
         self.ops: Ops = REFERENCE
         E, X = config.hidden_size, config.num_experts
         size = config.moe_intermediate_size
@@ -52,8 +50,7 @@ class Experts(nn.Module):
         unsorted_ME = torch.empty_like(rows_ME)
         unsorted_ME[order_M] = rows_ME
         shares_TC1 = share_TC.to(x_TE.dtype).unsqueeze(2)
-        x_TE = (unsorted_ME.unflatten(0, (-1, self.num_chosen)) * shares_TC1).sum(dim=1)
-        return self.ranks.sum(x_TE)
+        return (unsorted_ME.unflatten(0, (-1, self.num_chosen)) * shares_TC1).sum(dim=1)
 
     def route(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's C experts: their shares, float32 [T, C], and their ids, int64 [T, C]."""

@@ -27,11 +27,11 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanobatch.extensions.tensor_parallel import Ranks
 from nanobatch.models.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.decoder import Decoder
@@ -47,6 +47,22 @@ TINY_DIR = Path(__file__).parent.parent / "tiny_model"
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
 
 
+class Shard(Protocol):
+    """One process's part of a model (extensions/tensor_parallel.py)."""
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """Its shape."""
+        ...
+
+    def tensor(self, name: str, whole: Tensor, config: ModelConfig) -> Tensor:
+        """Its part of one of the decoder's tensors; config is that of the whole model."""
+        ...
+
+    def connect(self, model: Decoder, whole: ModelConfig) -> None:
+        """Called when the decoder has all of its tensors."""
+        ...
+
+
 @dataclass
 class LoadedModel:
     """A decoder with weights, and its tokenizer if it has one."""
@@ -60,7 +76,7 @@ def load(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    ranks: Ranks | None = None,
+    shard: Shard | None = None,
     max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load a model by name (see the module's list).
@@ -70,7 +86,7 @@ def load(
         dtype: of the weights, whatever the checkpoint has.
         device: where they go.
         seed: of a dummy's weights.
-        ranks: who shares the model; only this rank's part is kept. None: nobody.
+        shard: what to keep of the model, where several processes share it. None: all.
         max_model_len: tokens of the longest sequence, which longrope depends on
             (models/rope_scaling.py); None: all that the model was made for.
 
@@ -85,15 +101,15 @@ def load(
             raise ValueError(
                 f"model is {name!r}; dummy: takes one of {', '.join(MODEL_PRESETS)}"
             )
-        return LoadedModel(make_dummy(MODEL_PRESETS[shape], dtype, device, seed, ranks), None)
+        return LoadedModel(make_dummy(MODEL_PRESETS[shape], dtype, device, seed, shard), None)
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)
         tokenizer = _tokenizer_of(path.parent, path) if checkpoint.has_tokenizer else None
-        return LoadedModel(_build(checkpoint, dtype, device, ranks), tokenizer)
+        return LoadedModel(_build(checkpoint, dtype, device, shard), tokenizer)
     checkpoint = HFDirectory(path)
     checkpoint.config = checkpoint.config.for_context(max_model_len)
-    return LoadedModel(_build(checkpoint, dtype, device, ranks), _tokenizer_of(path))
+    return LoadedModel(_build(checkpoint, dtype, device, shard), _tokenizer_of(path))
 
 
 def make_dummy(
@@ -101,11 +117,11 @@ def make_dummy(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    ranks: Ranks | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
     """A decoder of any shape with seeded random weights."""
     device = torch.device(device)
-    return _build(Dummy(config, seed, device), dtype, device, ranks)
+    return _build(Dummy(config, seed, device), dtype, device, shard)
 
 
 def _find(name: str) -> Path:
@@ -201,20 +217,24 @@ def _gguf_tokenizer(file: Path) -> HFTokenizer:
 
 
 def _build(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, shard: Shard | None
 ) -> Decoder:
-    """An empty decoder of the checkpoint's shape, and its tensors put in."""
+    """A decoder of the checkpoint's shape with its tensors, or a shard of it: each tensor is
+    cut as it is read, so that no process ever holds the whole model."""
+    config = checkpoint.config
     with torch.device("meta"):
-        model = Decoder(checkpoint.config, ranks)
+        model = Decoder(config if shard is None else shard.config(config))
     weights = {}
-    for name, source in sources(checkpoint.config).items():
-        if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
+    for name, source in sources(config).items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             weights[name] = weights["embed.weight"]
             continue
         whole = _read(checkpoint, source, dtype, device)
-        weights[name] = model.ranks.cut(name, whole, checkpoint.config)
+        weights[name] = whole if shard is None else shard.tensor(name, whole, config)
     checkpoint.check_all_read()
     model.load_state_dict(weights, strict=True, assign=True)
+    if shard is not None:
+        shard.connect(model, config)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -248,8 +268,8 @@ def save(model: Decoder, directory: Path) -> None:
     config = model.config
     if config.rope_divisors is not None:
         raise ValueError("a model with scaled RoPE cannot be saved; use its own directory")
-    if model.ranks.size > 1:
-        raise ValueError(f"one of {model.ranks.size} ranks' parts cannot be saved; load all")
+    if model.num_ranks > 1:
+        raise ValueError(f"one of {model.num_ranks} ranks' parts cannot be saved; load all")
     if model.layout is not None:
         raise ValueError("a model that a ModelRunner laid out cannot be saved; load it anew")
     tensors, ours = {}, model.state_dict()

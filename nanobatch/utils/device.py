@@ -1,9 +1,11 @@
-"""What there is to compute on: the device, its number format, the memory it has left.
+"""The device to compute on, its number format, and the memory it has left.
 
-    resolve_device     "auto" is a CUDA GPU where torch sees one, else the CPU
-    resolve_dtype      "auto" is what the device multiplies fast
-    cache_directory    where what was built or converted once is kept
-    cache_bytes        what a GPU has left for the KV cache once everything else has its share
+    resolve_device     "auto": a CUDA GPU where torch sees one, else the CPU
+    resolve_dtype      "auto": a number format that the device multiplies fast
+    cache_directory    the user's folder for compiled kernels and converted tokenizers
+    refuse_as          turns "out of memory" into a ValueError
+    measure_step       the memory of a GPU before and during one step
+    cache_bytes        what a GPU has left for the KV cache
 
     a GPU's memory    [ others | weights | one step's tensors | the same for graphs | cache | ]
                       |<--------------------- gpu_memory_utilization -------------------->|
@@ -13,17 +15,19 @@ Source: vLLM, which also measures one step of the largest size before it sizes i
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-GIB = 2**30
+CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # in torch's messages
 
 
 def resolve_device(name: str) -> torch.device:
-    """EngineConfig.device as torch knows it.
+    """The torch device that EngineConfig.device names.
 
     Raises:
         ValueError: name is "cuda" and torch sees no such device.
@@ -39,10 +43,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """EngineConfig.dtype as torch knows it; "auto" is what the device multiplies in hardware.
+    """The torch dtype that EngineConfig.dtype names; "auto": what the device multiplies in
+    hardware.
 
-    A GPU is asked for its compute capability: a T4 (7.5) says that it supports bfloat16,
-    which it emulates.
+    On a GPU the compute capability decides: a T4 (7.5) reports bfloat16 support, but only
+    emulates it.
     """
     if name != "auto":
         return getattr(torch, name)
@@ -54,15 +59,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def cpu_has(feature: str) -> bool:
-    """Whether the CPU has a feature by torch's name for it, "amx_bf16" for one."""
+    """Whether the CPU has a feature, by torch's name for it (for example "amx_bf16")."""
     return bool(getattr(torch.cpu, "get_capabilities", dict)().get(feature))
 
 
 def cache_directory() -> Path:
-    """In the user's: $XDG_CACHE_HOME, else ~/.cache.
+    """nanobatch/ in $XDG_CACHE_HOME, or else in ~/.cache; created if it is not there.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(home) / "nanobatch"
@@ -70,11 +75,24 @@ def cache_directory() -> Path:
     return directory
 
 
+@contextlib.contextmanager
+def refuse_as(message: str) -> Iterator[None]:
+    """Raise ValueError(message) if torch runs out of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        # On a GPU the type says so, on a CPU only the text does.
+        is_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not is_gpu and not any(text in str(error) for text in CPU_OUT_OF_MEMORY):
+            raise
+        raise ValueError(message) from None
+
+
 class GpuMemory(NamedTuple):
     """A GPU's memory around one step of the largest size, in bytes.
 
-    total: what the card has. others: other processes' and CUDA's own. before: this
-    process's tensors ahead of the step, the weights above all. peak: the most during it.
+    total: of the GPU. others: used by other processes and by CUDA itself. before: this
+    process's tensors before the step, mostly weights. peak: the maximum during the step.
     """
 
     total: int
@@ -83,8 +101,8 @@ class GpuMemory(NamedTuple):
     peak: int
 
 
-def measure_step(step, device: torch.device) -> GpuMemory:
-    """Run step() once on a GPU and see what memory it takes."""
+def measure_step(step: Callable[[], None], device: torch.device) -> GpuMemory:
+    """Run step() once on a GPU and measure the memory it takes."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -97,9 +115,9 @@ def measure_step(step, device: torch.device) -> GpuMemory:
 
 
 def cache_bytes(memory: GpuMemory, utilization: float, has_graphs: bool) -> int:
-    """What is left for the cache, in bytes; below 0 if there is not even room for a step.
+    """Bytes left for the cache; below 0 if not even one step fits.
 
-    Captured graphs keep the tensors of a step for themselves: these count twice then.
+    Captured graphs keep a step's tensors in memory of their own, so they count twice.
     """
     step = memory.peak - memory.before
     taken = memory.others + memory.before + step * (2 if has_graphs else 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanobatch import EngineConfig, LLMEngine, Request, SamplingParams
-from nanobatch.model_runner import ModelRunner
+from nanobatch.llm import build_runner
 from nanobatch.models.loader import load
 
 KNOBS = {"num_blocks": 900, "block_size": 4, "max_num_seqs": 128, "max_num_batched_tokens": 512}
@@ -24,7 +24,7 @@ def model():
 
 
 def make_engine(model, **knobs):
-    runner = ModelRunner(model, EngineConfig(dtype="float32", **(KNOBS | knobs)))
+    runner = build_runner(model, EngineConfig(dtype="float32", **(KNOBS | knobs)))
     return LLMEngine(runner.config, runner)
 
 

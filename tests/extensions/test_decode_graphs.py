@@ -16,7 +16,6 @@ from nanobatch.extensions.cuda_graphs import DecodeGraphs, graph_sizes, pad_deco
 from nanobatch.kernels.ops import REFERENCE
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.loader import load
-from nanobatch.utils.arithmetic import cdiv
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -64,17 +63,18 @@ def runner_with_graphs(**knobs):
     config = EngineConfig(dtype="float32", attention_backend="triton", block_size=P, **knobs)
     runner = ModelRunner(tiny(), config)
     tiny().set_ops(REFERENCE)  # norms take their time in Triton's interpreter
-    replayed = []
+    replayed, sizes = [], graph_sizes(runner.config.max_num_seqs)
 
-    def forward(batch):
-        replayed.append(len(batch.seq_lens_S))
-        return tiny().logits(runner._hidden(batch, runner.caches))
+    def capture(step):
+        size = sizes.pop()
 
-    max_blocks = cdiv(runner.config.max_model_len, P)
-    runner.graphs = DecodeGraphs(
-        forward, runner.config.max_num_seqs, max_blocks, runner.vocab_size, runner.device,
-        capture=lambda step: step,
-    )  # fmt: skip
+        def replay():
+            replayed.append(size)
+            step()
+
+        return replay
+
+    runner.compute = DecodeGraphs(runner, capture)
     return runner, replayed
 
 
@@ -102,13 +102,13 @@ def test_replay_is_the_eager_step():
             Row([40 + i], n, t) for i, (n, t) in enumerate(zip(starts, tables, strict=True))
         ]
         before = [(k.clone(), v.clone()) for k, v in parts]
-        found = runner.graphs.replay(pack(rows, P)).clone()
+        found = runner.compute.replay(pack(rows, P)).clone()
         after = [(k.clone(), v.clone()) for k, v in parts]
         for pair, old in zip(parts, before, strict=True):
             for cache, was in zip(pair, old, strict=True):
                 cache.copy_(was)
         batch = pack(rows, P)
-        wanted = tiny().logits(runner._hidden(batch, runner.caches))
+        wanted = runner.forward(batch)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
         for pair, new in zip(parts, after, strict=True):
             for cache, one in zip(pair, new, strict=True):

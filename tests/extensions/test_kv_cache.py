@@ -23,7 +23,8 @@ from nanobatch.extensions.quantized_cache import (
     resolve_cache_dtype,
 )
 from nanobatch.kernels.ops import REFERENCE, apply_rope
-from nanobatch.model_runner import ModelRunner, bytes_per_block
+from nanobatch.llm import build_runner
+from nanobatch.model_runner import bytes_per_block
 from nanobatch.models.decoder import AttentionArgs
 from nanobatch.models.loader import load
 from nanobatch.models.presets import MODEL_PRESETS
@@ -150,7 +151,7 @@ def test_a_pool_that_does_not_fit_is_refused_by_name():
 
 
 def test_num_blocks_from_memory(monkeypatch):
-    monkeypatch.setattr("nanobatch.model_runner.CPU_CACHE_BYTES", 2**20)
+    monkeypatch.setattr("nanobatch.utils.cache_size.CPU_CACHE_BYTES", 2**20)
     blocks = {
         name: LLM("tiny", dtype="bfloat16", kv_cache_dtype=name).engine.config.num_blocks
         for name in ("auto", *FORMATS)
@@ -373,7 +374,7 @@ def serve(prompts, poisoned=False, **knobs):
     """Outputs of all prompts together, and the engine."""
     knobs = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8} | knobs
     loaded = load("tiny", torch.float32)
-    runner = ModelRunner(loaded.model, EngineConfig(dtype="float32", **knobs))
+    runner = build_runner(loaded.model, EngineConfig(dtype="float32", **knobs))
     wrapped = Poison(runner) if poisoned else runner
     engine = LLMEngine(runner.config, wrapped, tokenizer=loaded.tokenizer)
     wrapped.scheduler = engine.scheduler

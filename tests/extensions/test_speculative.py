@@ -48,7 +48,7 @@ from nanobatch import (
     simulate,
 )
 from nanobatch.extensions.speculative import PromptLookup
-from nanobatch.model_runner import ModelRunner
+from nanobatch.llm import build_runner
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.loader import make_dummy
 
@@ -70,7 +70,7 @@ def noisy(noise=0.1):
 def engine_of(draft=None, wrap=lambda runner: runner, model=None, **knobs):
     knobs = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "dtype": "float32"} | knobs
     knobs |= NGRAM if draft is None else DRAFT
-    runner = ModelRunner(model or tiny(), EngineConfig(**knobs), draft)
+    runner = build_runner(model or tiny(), EngineConfig(**knobs), draft)
     wrapped = wrap(runner)
     engine = LLMEngine(runner.config, wrapped, tokenizer=TOKENIZER)
     if isinstance(wrapped, Poison):
@@ -487,15 +487,15 @@ def test_fields_that_contradict_each_other(knobs, what):
 def test_a_draft_model_that_does_not_fit_is_refused():
     config = EngineConfig(num_blocks=8, max_num_seqs=4, **DRAFT)
     with pytest.raises(ValueError, match="draft_model has a vocabulary of 6 .* of 258"):
-        ModelRunner(tiny(), config, six(0))
+        build_runner(tiny(), config, six(0))
     with pytest.raises(ValueError, match="speculative is 'draft'.*none is given"):
-        ModelRunner(tiny(), config)
+        build_runner(tiny(), config)
     with pytest.raises(ValueError, match="speculative is None.*one is given"):
-        ModelRunner(tiny(), EngineConfig(num_blocks=8), tiny())
+        build_runner(tiny(), EngineConfig(num_blocks=8), tiny())
     shorter = copy.deepcopy(six(1))
     shorter.config = ModelConfig(**{**vars(SIX), "max_position_embeddings": 32})
     with pytest.raises(ValueError, match="max_model_len is 64.*draft_model.*at most 32"):
-        ModelRunner(six(0), config, shorter)
+        build_runner(six(0), config, shorter)
 
 
 def test_the_simulator_has_no_tokens_to_guess():

@@ -19,7 +19,8 @@ from tensor_parallel_rank import SMALL_POOL, answers
 from test_models import FAMILIES, random_model
 
 from nanobatch import LLM, EngineConfig, ModelConfig, ModelRunner
-from nanobatch.extensions.tensor_parallel import Ranks, join
+from nanobatch.extensions.ranks import Ranks, join
+from nanobatch.extensions.tensor_parallel import Shard
 from nanobatch.models.loader import load, make_dummy, save
 
 HERE = Path(__file__).parent
@@ -70,10 +71,12 @@ def served(biased):
 @pytest.fixture
 def no_sums(monkeypatch):
     monkeypatch.setattr(Ranks, "sum", lambda ranks, x: x)
+    monkeypatch.setattr(Ranks, "gather_columns", lambda ranks, x: x)
 
 
 def parts_and_whole(name, size):
-    parts = [load(name, torch.float32, ranks=Ranks(r, size)).model for r in range(size)]
+    shards = [Shard(Ranks(rank, size)) for rank in range(size)]
+    parts = [load(name, torch.float32, shard=shard).model for shard in shards]
     return parts, load(name, torch.float32).model
 
 
@@ -104,7 +107,7 @@ def test_what_the_ranks_compute_adds_up_to_the_whole(name, size, biased, no_sums
     def close(a, b):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
-    close(total(p.ranks.embed(token_ids_T, p.embed.weight) for p in parts), whole.embed.weight)
+    close(total(p.embed(token_ids_T) for p in parts), whole.embed.weight)
     logits_SX = torch.cat([part.lm_head(x_TE) for part in parts], dim=1)
     close(logits_SX[:, : whole.vocab_size], whole.lm_head(x_TE))
     for i, layer in enumerate(whole.layers):
@@ -137,7 +140,7 @@ def test_a_norm_over_all_heads_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="tensor_parallel_size is 2; with norms over all heads"
     ):
-        load(str(tmp_path), torch.float32, ranks=Ranks(0, 2))
+        load(str(tmp_path), torch.float32, shard=Shard(Ranks(0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -149,20 +152,20 @@ def test_a_norm_over_all_heads_is_refused(tmp_path):
 )
 def test_heads_that_cannot_be_shared_are_refused_by_name(size, message):
     with pytest.raises(ValueError, match=message):
-        load("tiny", torch.float32, ranks=Ranks(0, size))
+        load("tiny", torch.float32, shard=Shard(Ranks(0, size)))
 
 
 def test_an_mlp_that_cannot_be_shared_is_refused_by_name():
     config = ModelConfig("LlamaForCausalLM", 10, 8, 9, 1, 2, 2, 4)
     with pytest.raises(ValueError, match="must divide the model's intermediate_size.* is 9"):
-        Ranks(0, 2).part_of(config)
+        Shard(Ranks(0, 2)).config(config)
 
 
 def test_a_tensor_of_another_kind_is_refused_by_name():
     weight = torch.zeros(4, 8)
     with pytest.raises(ValueError, match="size is 2; layers.0.mixer.weight cannot be shared"):
-        Ranks(0, 2).cut("layers.0.mixer.weight", weight, BIASED)
-    assert Ranks().cut("layers.0.mixer.weight", weight, BIASED) is weight
+        Shard(Ranks(0, 2)).tensor("layers.0.mixer.weight", weight, BIASED)
+    assert Shard(Ranks()).tensor("layers.0.mixer.weight", weight, BIASED) is weight
 
 
 @pytest.mark.parametrize("size, world_size", [(2, None), (2, "3"), (1, "2")])
@@ -181,7 +184,7 @@ def test_another_number_of_processes_is_refused(size, world_size, monkeypatch):
 
 
 def test_a_model_loaded_for_another_number_is_refused():
-    model = load("tiny", torch.float32, ranks=Ranks(1, 2)).model
+    model = load("tiny", torch.float32, shard=Shard(Ranks(1, 2))).model
     with pytest.raises(ValueError, match="tensor_parallel_size is 1; .* loaded for 2"):
         ModelRunner(model, EngineConfig())
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from nanobatch.extensions.tensor_parallel import Ranks
 from nanobatch.kernels.ops import REFERENCE
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.experts import Experts, count_ids
@@ -72,7 +71,7 @@ def experts(num_experts=5, num_chosen=2, **changes):
         num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, num_experts=num_experts,
         num_experts_per_tok=num_chosen, moe_intermediate_size=12, **changes,
     )  # fmt: skip
-    layer = Experts(config, Ranks()).requires_grad_(False)
+    layer = Experts(config).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.normal_()
     return layer

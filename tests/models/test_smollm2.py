@@ -147,8 +147,8 @@ def perplexity(llm, kv_cache_dtype):
         llm.engine.runner.model, EngineConfig(num_blocks=16, kv_cache_dtype=kv_cache_dtype)
     )
     ids, P = llm.tokenizer.encode(TEXT), runner.config.block_size
-    batch = pack([Row(ids, 0, list(range(cdiv(len(ids), P))))], P)
-    logits_TV = runner.model.logits(runner._hidden(batch, runner.caches))
+    row = Row(ids, 0, list(range(cdiv(len(ids), P))), num_logits=len(ids))
+    logits_TV = runner.forward(pack([row], P))
     loss = torch.nn.functional.cross_entropy(logits_TV[:-1], torch.tensor(ids[1:]))
     return loss.exp().item()
 

@@ -1,0 +1,126 @@
+"""Where drafts are checked: a runner that samples after each token of a draft.
+
+The model computes a request's last token and its draft in one step. A token is sampled after
+each of them, by the request's own rules and with the random number of that position:
+
+    computed    the last token   d1   d2   d3
+    sampled                 d1   d2    x    y
+    kept                    d1   d2    x         up to the first that is not the draft's
+
+For a token of prompt lookup this is rejection sampling already: it is accepted with the
+probability that the model gives it, and otherwise another is drawn. So the tokens are the very
+ones that come without drafts. A draft model's token comes with the distribution that it was
+drawn from; sampler.py accepts or rejects it.
+
+Always holds: a step yields at least one token for each request that samples.
+
+Drafts come from extensions/speculative.py (prompt lookup) and extensions/draft_model.py.
+Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from nanobatch.attention import PagedAttend
+from nanobatch.batch import Row, pack
+from nanobatch.config import EngineConfig
+from nanobatch.engine import StepResult
+from nanobatch.extensions.draft_model import Proposals, check_draft_model, fill_in_drafts
+from nanobatch.model_runner import ModelRunner, add_tokens, row_of
+from nanobatch.models.config import settle_max_model_len
+from nanobatch.models.decoder import Decoder
+from nanobatch.plan import ScheduledRequest
+from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
+
+
+class SpeculativeRunner(ModelRunner):
+    """A ModelRunner whose plans may have drafts.
+
+    Args:
+        draft: the draft model, of the model's dtype and device, if config.speculative is
+            "draft". Its KV cache has blocks of the same ids; `caches` has the model's layers
+            first, then the draft model's.
+
+    Raises:
+        ValueError: as ModelRunner, or the draft model does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        served: Collection[str] = (),
+        draft: Decoder | None = None,
+    ):
+        check_draft_model(model, draft, settle_max_model_len(config, model.config))
+        self.draft = draft
+        super().__init__(model, config, {*served, "speculative"})
+
+    def decoders(self) -> list[Decoder]:
+        return [self.model] if self.draft is None else [self.model, self.draft]
+
+    def step(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
+        """As a ModelRunner's, with a token more for each draft token that is accepted."""
+        proposals: Proposals = {}
+        if self.draft is not None:
+            proposals = fill_in_drafts(scheduled, self._draft_logits)
+        logits_LV = self.compute([_row(s) for s in scheduled])
+        sampling = [s for s in scheduled if s.num_logits > 0]
+        result = StepResult({}, {}, {})
+        if sampling:
+            rows = [row for s in sampling for row in _sampling_rows(s, proposals)]
+            sampled = iter(sample(logits_LV, rows, self.backend))
+            for s in sampling:
+                after_each = list(itertools.islice(sampled, s.num_logits))
+                accepted = accept(after_each, s.draft_token_ids)
+                add_tokens(result, s.request.request_id, accepted)
+        return result
+
+    def _draft_logits(self, rows: Sequence[Row]) -> Tensor:
+        """compute_eagerly(), by the draft model and in its caches."""
+        batch = pack(rows, self.config.block_size, self.device)
+        caches = self.caches[self.model.config.num_layers :]
+        attend = PagedAttend(batch, caches, self.backend)
+        hidden_TE = self.draft(batch.token_ids_T, batch.positions_T, attend)
+        return self.draft.logits(hidden_TE[batch.logits_indices_S])
+
+
+def accept(sampled: Sequence[Sampled], draft_token_ids: Sequence[int]) -> Sequence[Sampled]:
+    """Keep the samples up to the first that is not the draft's next token; that one too.
+
+    Args:
+        sampled: after the request's last token, then after each draft token: one more than
+            draft_token_ids.
+
+    Returns:
+        at least one. An error behind accepted tokens is left out: it comes again in the next
+        step.
+    """
+    kept = []
+    for one, drafted in itertools.zip_longest(sampled, draft_token_ids):
+        if one.error is not None:
+            break
+        kept.append(one)
+        if one.token_id != drafted:
+            break
+    return kept or sampled[:1]
+
+
+def _row(s: ScheduledRequest) -> Row:
+    """A request's next tokens, then its draft; logits after its last token and each draft."""
+    row = row_of(s)
+    if not s.draft_token_ids:
+        return row
+    return row._replace(token_ids=[*row.token_ids, *s.draft_token_ids], num_logits=s.num_logits)
+
+
+def _sampling_rows(s: ScheduledRequest, proposals: Proposals) -> list[SamplingRow]:
+    """One for each of a request's logits."""
+    positions = itertools.zip_longest(
+        range(s.num_logits), proposals.get(s.request.request_id, ())
+    )
+    return [sampling_row(s.request, s.draft_token_ids[:n], one) for n, one in positions]
