@@ -129,7 +129,7 @@ MUTATIONS = {
     "experts-a-tile-too-far": Mutation("kernels/grouped_matmul.py", "right=True)", "right=False)", "tests/models/test_experts.py"),
     "gemma-norms-as-they-are": Mutation("models/families.py", "{\"norm_offset\": 1.0, \"post_norm\": True}", "{\"post_norm\": True}", "tests/models/test_models.py"),
     "longrope-one-off": Mutation("models/config.py", "else max_model_len) > short:", "else max_model_len) >= short:", "tests/models/test_models.py"),
-    "unturned-pairs-grow": Mutation("models/decoder.py", "cos_TR[:, : self.config.rotary_dim // 2] *= factor", "cos_TR *= factor", "tests/models/test_models.py"),
+    "unturned-pairs-grow": Mutation("models/rope.py", "cos_TR[:, : self.rotary_dim // 2] *= self.factor", "cos_TR *= self.factor", "tests/models/test_models.py"),
     "yarn-keeps-the-slow": Mutation("models/rope_scaling.py", "return [1 - _between_0_and_1(", "return [_between_0_and_1(", "tests/models/test_models.py"),
     "rope-pairs-not-reordered": Mutation("models/weight_names.py", "    head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]\n", "    head = list(range(D))\n", "tests/models/test_models.py"),
     "remote-code-is-run": Mutation("models/loader.py", "directory, trust_remote_code=False, **source", "directory, **source", "tests/models/test_loader.py"),

@@ -162,7 +162,7 @@ def fake_decoder(name="tiny", dtype=torch.bfloat16, ranks=None):
         for name, weight in model.state_dict().items()
     }
     model.load_state_dict(weights, assign=True)
-    model.inv_freq_R = torch.empty(model.inv_freq_R.shape, device=GPU)
+    model.rope.inv_freq_R = torch.empty(model.rope.inv_freq_R.shape, device=GPU)
     if shard is not None:
         shard.connect(model, config)
     return model.eval().requires_grad_(False)

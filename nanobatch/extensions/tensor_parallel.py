@@ -142,13 +142,18 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, inner: nn.Embedding, ranks: Ranks):
         super().__init__()
-        self.weight, self.ranks = inner.weight, ranks
+        self.inner, self.ranks = inner, ranks
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows, [V / N, E]."""
+        return self.inner.weight
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         num_rows = len(self.weight)
         row_T = token_ids_T - self.ranks.rank * num_rows
         is_elsewhere_T = (row_T < 0) | (row_T >= num_rows)
-        x_TE = F.embedding(row_T.clamp(0, num_rows - 1), self.weight)
+        x_TE = self.inner(row_T.clamp(0, num_rows - 1))
         return self.ranks.sum(x_TE.masked_fill_(is_elsewhere_T.unsqueeze(1), 0))
 
 

@@ -38,6 +38,7 @@ from nanobatch.models.decoder import Decoder
 from nanobatch.models.hf_config import to_hf_config
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.models.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from nanobatch.models.variants import make_decoder
 from nanobatch.models.weight_names import Source, sources
 from nanobatch.utils.device import cache_directory
 
@@ -223,7 +224,7 @@ def _build(
     cut as it is read, so that no process ever holds the whole model."""
     config = checkpoint.config
     with torch.device("meta"):
-        model = Decoder(config if shard is None else shard.config(config))
+        model = make_decoder(config if shard is None else shard.config(config))
     weights = {}
     for name, source in sources(config).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

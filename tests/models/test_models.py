@@ -43,6 +43,7 @@ from nanobatch.attention import PagedAttend
 from nanobatch.batch import Row, pack
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.models.decoder import Decoder
+from nanobatch.models.variants import make_decoder
 from nanobatch.utils.arithmetic import cdiv
 
 gguf = pytest.importorskip("gguf")
@@ -370,7 +371,7 @@ def test_each_difference_between_families_shows_in_the_logits(family, changes, t
     """Else the tests above could not tell whether it is right."""
     checkpoint = save(family, tmp_path)
     model = decoder_of(checkpoint.load())
-    other = Decoder(dataclasses.replace(model.config, **changes))
+    other = make_decoder(dataclasses.replace(model.config, **changes))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)
     found = paged_logits(other, checkpoint.prompts)
     differences = [(a - b).abs().max() for a, b in zip(found, checkpoint.logits(), strict=True)]

@@ -18,7 +18,7 @@ from nanobatch.bench.hardware import (
     seconds_of,
 )
 from nanobatch.bench.kernels import KernelBench, print_lines
-from nanobatch.models.decoder import Decoder
+from nanobatch.models.variants import make_decoder
 from nanobatch.simulation.roofline import Work, step_work, weights_of_layers
 from nanobatch.utils.arithmetic import keys_seen
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def test_weights_are_those_of_the_decoder():
-    decoder = Decoder(SMALL)
+    decoder = make_decoder(SMALL)
     products = [
         module.weight.numel()
         for name, module in decoder.layers.named_modules()
@@ -52,7 +52,7 @@ def test_weights_of_other_mlps(changes):
     """Of a mixture, those of the experts that one token goes through."""
     config = replace(SMALL, **changes)
     num_met = 0
-    for name, weight in Decoder(config).layers.named_parameters():
+    for name, weight in make_decoder(config).layers.named_parameters():
         is_expert = name.endswith(("gate_up_XFE", "down_XEF"))
         share = config.num_experts_per_tok / config.num_experts if is_expert else 1
         num_met += share * weight.numel() * (weight.dim() > 1)
