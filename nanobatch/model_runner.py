@@ -29,25 +29,16 @@ from nanobatch.attention import PagedAttend, choose_backend
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.config import EngineConfig
 from nanobatch.engine import StepResult, WallClock
-from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.kv_cache import CacheLayout, KVCache
 from nanobatch.models.config import ModelConfig, settle_max_model_len
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.request import SamplingParams
 from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
 from nanobatch.utils.arithmetic import cdiv
-from nanobatch.utils.cache_size import (
-    GIB,
-    blocks_on_cpu,
-    blocks_on_gpu,
-    check_cache_size,
-    row_bytes,
-)
-from nanobatch.utils.device import cache_bytes, measure_step, refuse_as
-from nanobatch.utils.extensions import load_extension
-
-# Settings that a runner alone does not serve, and their values without an extension.
-EXTENDED = {"speculative": None, "preemption": "recompute", "tensor_parallel_size": 1}
+from nanobatch.utils.cache_size import blocks_on_cpu, row_bytes
+from nanobatch.utils.device import blocks_beside
+from nanobatch.utils.extensions import check_served, load_extension
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -62,7 +53,7 @@ class ModelRunner:
     Args:
         model: with its weights; on a CPU those in bfloat16 are laid out anew, for good.
         config: its None fields are settled here; see `.config`.
-        served: the names in EXTENDED that extensions around this runner serve.
+        served: settings that extensions around this runner serve (utils/extensions.py).
 
     Attributes:
         compute: the logits of a step's rows; an extension may put a faster one here.
@@ -75,35 +66,48 @@ class ModelRunner:
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, served: Collection[str] = ()):
-        _check_served(model, config, served)
+        check_served(config, served)
+        if config.tensor_parallel_size != model.num_ranks:
+            raise ValueError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}; the model was loaded "
+                f"for {model.num_ranks}"
+            )
         self.model = model
         self.vocab_size, self.eos_token_ids = model.vocab_size, model.config.eos_token_ids
         weight = model.embed.weight
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
         self.clock = WallClock()
         self.backend = choose_backend(config.attention_backend, self.device, config.block_size)
-        self.cache_kind, self.cache_dtype = KVCache, self.dtype
-        if config.kv_cache_dtype != "auto":
-            setting = f"kv_cache_dtype is {config.kv_cache_dtype!r}"
-            quantized = load_extension("quantized_cache", setting)
-            self.cache_kind = quantized.QuantizedCache
-            self.cache_dtype = quantized.resolve_cache_dtype(config.kv_cache_dtype, self.device)
-            self.backend = quantized.over_8_bits(self.backend)
+        self.layout = self._choose_layout(config)
+        self.cache_dtype = self.layout.dtype
         for decoder in self.decoders():
             decoder.set_ops(self.backend)
         # torch's paged attention looks at lengths, which a captured step may not.
         self.can_capture = config.cuda_graphs and self.on_cuda and self.backend.name == "triton"
         self.config = settle_max_model_len(config, model.config)
-        self.caches = self.new_caches("num_blocks", config.num_blocks or 1, self.device)
+        self.caches = self.layout.allocate("num_blocks", config.num_blocks or 1, self.device)
         if config.num_blocks is None:
-            self.config = dataclasses.replace(self.config, num_blocks=self.count_blocks())
-            self.caches = self.new_caches("num_blocks", self.config.num_blocks, self.device)
+            num_blocks = self.count_blocks()
+            self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
+            self.caches = self.layout.allocate("num_blocks", num_blocks, self.device)
         self.compute: Callable[[Sequence[Row]], Tensor] = self.compute_eagerly
         self.before_step: list[Callable[[SchedulerOutput], None]] = []
 
     def decoders(self) -> list[Decoder]:
         """The models that have a KV cache here."""
         return [self.model]
+
+    def _choose_layout(self, config: EngineConfig) -> CacheLayout:
+        """The cache's number format and shapes. One in 8 bits brings a backend of its own."""
+        kind, dtype, name = KVCache, self.dtype, config.kv_cache_dtype
+        if name != "auto":
+            quantized = load_extension("quantized_cache", f"kv_cache_dtype is {name!r}")
+            kind = quantized.QuantizedCache
+            dtype = quantized.resolve_cache_dtype(name, self.device)
+            self.backend = quantized.over_8_bits(self.backend)
+        shapes = [decoder.config for decoder in self.decoders()]
+        layers = [(m.num_kv_heads, m.head_dim) for m in shapes for _ in range(m.num_layers)]
+        return CacheLayout(kind, dtype, config.block_size, layers)
 
     # ------------------------------------------------------------------------------ each step
 
@@ -138,47 +142,21 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------- its memory
 
-    def new_caches(self, name: str, num_blocks: int, device: torch.device) -> list[KVCache]:
-        """A KV cache for each layer of each decoder.
-
-        Args:
-            name: the setting that num_blocks comes from, for messages.
-        """
-        size = self._bytes_per_block()
-        check_cache_size(name, num_blocks, size)
-        shapes = [
-            (num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
-            for model in (decoder.config for decoder in self.decoders())
-            for _ in range(model.num_layers)
-        ]
-        with refuse_as(
-            f"{name} is {num_blocks}; {num_blocks * size / GIB:.1f} GiB of cache do not fit "
-            "into memory beside the weights: lower it, or leave it None"
-        ):
-            allocate = self.cache_kind.allocate
-            return [allocate(shape, self.cache_dtype, device) for shape in shapes]
-
     def count_blocks(self) -> int:
         """Blocks that memory has room for. A GPU's is measured with a step of the largest size,
         which leaves zeros in block 0: call this while the cache is empty."""
-        config, size = self.config, self._bytes_per_block()
-        seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        config, size = self.config, self.layout.bytes_per_block
         if not self.on_cuda:
-            return blocks_on_cpu(seqs, config.max_model_len, config.block_size, size)
-        with refuse_as(
-            f"max_num_batched_tokens is {tokens} and max_num_seqs {seqs}; a step of that size "
-            "does not fit into the GPU beside the weights: lower them"
-        ):
-            memory = measure_step(self._largest_step, self.device)
-        free = cache_bytes(memory, config.gpu_memory_utilization, self.can_capture)
-        num_blocks = blocks_on_gpu(free, size)
-        if num_blocks < 1:
-            raise ValueError(
-                f"gpu_memory_utilization is {config.gpu_memory_utilization}; the weights and "
-                "one step leave no room for a block of the cache: raise it, or lower "
-                f"max_num_batched_tokens ({tokens}) or max_num_seqs ({seqs})"
+            return blocks_on_cpu(
+                config.max_num_seqs, config.max_model_len, config.block_size, size
             )
-        return num_blocks
+        return blocks_beside(
+            self._largest_step, self.device, size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            has_graphs=self.can_capture,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
@@ -196,10 +174,6 @@ class ModelRunner:
         rows = [SamplingRow(params, (), (), (), seed=i) for i in range(num_rows)]
         sample(self.forward(batch), rows, self.backend)
 
-    def _bytes_per_block(self) -> int:
-        shapes, size = [decoder.config for decoder in self.decoders()], self.config.block_size
-        return sum(bytes_per_block(shape, size, self.cache_dtype) for shape in shapes)
-
 
 def add_tokens(result: StepResult, request_id: str, sampled: Sequence[Sampled]) -> None:
     """Put a request's samples into the result: its tokens, or its error."""
@@ -216,18 +190,3 @@ def row_of(s: ScheduledRequest) -> Row:
     request, start = s.request, s.request.num_computed_tokens
     token_ids = request.token_ids[start : start + s.num_tokens]
     return Row(token_ids, start, request.block_table, int(s.samples))
-
-
-def _check_served(model: Decoder, config: EngineConfig, served: Collection[str]) -> None:
-    for name, plain in EXTENDED.items():
-        value = getattr(config, name)
-        if value != plain and name not in served:
-            raise ValueError(
-                f"{name} is {value!r}; a ModelRunner alone takes only {plain!r}: make the "
-                "runner with llm.build_runner"
-            )
-    if config.tensor_parallel_size != model.num_ranks:
-        raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}; the model was loaded for "
-            f"{model.num_ranks}"
-        )

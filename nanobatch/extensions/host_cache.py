@@ -30,7 +30,9 @@ class HostCache:
     def __init__(self, runner: ModelRunner):
         num_blocks = runner.config.num_host_blocks
         self.caches = runner.caches
-        self.host_caches = runner.new_caches("num_host_blocks", num_blocks, torch.device("cpu"))
+        self.host_caches = runner.layout.allocate(
+            "num_host_blocks", num_blocks, torch.device("cpu")
+        )
 
     @classmethod
     def add_to(cls, runner: ModelRunner) -> None:

@@ -15,10 +15,15 @@ Taught in notebooks/05_paged_kv_blocks.ipynb. Source: PagedAttention (Kwon et al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nanobatch.utils.cache_size import GIB, check_cache_size, row_bytes
+from nanobatch.utils.device import refuse_as
 
 
 @dataclass
@@ -86,3 +91,39 @@ def put_rows(cache_NKPD: Tensor, rows: Tensor, x_TKD: Tensor) -> None:
     """Copy T * K rows of D numbers into a cache; rows: int64 [T * K], block head slots."""
     D = cache_NKPD.shape[3]
     cache_NKPD.view(-1, D).index_copy_(0, rows, x_TKD.reshape(-1, D))
+
+
+class CacheLayout(NamedTuple):
+    """What the caches of all layers have in common, and their shapes.
+
+    kind, dtype: of each layer's cache. block_size: P. layers: (K, D) of each.
+    """
+
+    kind: type[KVCache]
+    dtype: torch.dtype
+    block_size: int
+    layers: Sequence[tuple[int, int]]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of keys and values, over all layers."""
+        itemsize = self.dtype.itemsize
+        return 2 * self.block_size * sum(K * row_bytes(D, itemsize) for K, D in self.layers)
+
+    def allocate(self, name: str, num_blocks: int, device: torch.device) -> list[KVCache]:
+        """An empty cache for each layer.
+
+        Args:
+            name: the setting that num_blocks comes from, for messages.
+
+        Raises:
+            ValueError: they do not fit into memory.
+        """
+        check_cache_size(name, num_blocks, self.bytes_per_block)
+        size = num_blocks * self.bytes_per_block / GIB
+        with refuse_as(
+            f"{name} is {num_blocks}; {size:.1f} GiB of cache do not fit into memory beside "
+            "the weights: lower it, or leave it None"
+        ):
+            shapes = [(num_blocks, K, self.block_size, D) for K, D in self.layers]
+            return [self.kind.allocate(shape, self.dtype, device) for shape in shapes]

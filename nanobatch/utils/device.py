@@ -6,6 +6,7 @@
     refuse_as          turns "out of memory" into a ValueError
     measure_step       the memory of a GPU before and during one step
     cache_bytes        what a GPU has left for the KV cache
+    blocks_beside      how many blocks that is
 
     a GPU's memory    [ others | weights | one step's tensors | the same for graphs | cache | ]
                       |<--------------------- gpu_memory_utilization -------------------->|
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from nanobatch.utils.cache_size import blocks_on_gpu
 
 CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # in torch's messages
 
@@ -122,3 +125,38 @@ def cache_bytes(memory: GpuMemory, utilization: float, has_graphs: bool) -> int:
     step = memory.peak - memory.before
     taken = memory.others + memory.before + step * (2 if has_graphs else 1)
     return int(memory.total * utilization) - taken
+
+
+def blocks_beside(
+    step: Callable[[], None],
+    device: torch.device,
+    bytes_per_block: int,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    gpu_memory_utilization: float,
+    has_graphs: bool,
+) -> int:
+    """Blocks of KV cache that a GPU has room for beside the weights and one step.
+
+    Args:
+        step: runs a step of the largest size, which max_num_seqs and max_num_batched_tokens
+            set.
+
+    Raises:
+        ValueError: such a step, or a block beside it, does not fit.
+    """
+    with refuse_as(
+        f"max_num_batched_tokens is {max_num_batched_tokens} and max_num_seqs {max_num_seqs}; "
+        "a step of that size does not fit into the GPU beside the weights: lower them"
+    ):
+        memory = measure_step(step, device)
+    free = cache_bytes(memory, gpu_memory_utilization, has_graphs)
+    num_blocks = blocks_on_gpu(free, bytes_per_block)
+    if num_blocks < 1:
+        raise ValueError(
+            f"gpu_memory_utilization is {gpu_memory_utilization}; the weights and one step "
+            "leave no room for a block of the cache: raise it, or lower max_num_batched_tokens "
+            f"({max_num_batched_tokens}) or max_num_seqs ({max_num_seqs})"
+        )
+    return num_blocks
