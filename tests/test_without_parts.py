@@ -21,12 +21,11 @@ CORE_TESTS = ("test_block_allocator.py", "test_scheduler.py", "policies", "test_
 PROMPTS = ["Once upon a time", "One day, a little cat", "Long ago"]
 SERVE = f"""
 from nanobatch import LLM, SamplingParams
-llm = LLM("tiny", dtype="float32", block_size=4, num_blocks=20, max_num_batched_tokens=8,
+llm = LLM("tiny", dtype="float32", block_size=4, num_blocks=24, max_num_batched_tokens=8,
           max_num_seqs=3)
 for out in llm.generate({PROMPTS!r}, SamplingParams(temperature=0), progress=False):
     print(out.token_ids)
 """
-pytestmark = pytest.mark.xfail(strict=True, reason="the core still imports extensions")
 
 
 @pytest.fixture(scope="module")
