@@ -63,8 +63,6 @@ def test_the_table_of_architectures_is_the_code_s():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_path_exists(page):
-    if page == "nanobatch/README.md":
-        pytest.xfail("extensions that are about to come")
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text)
     in_backticks = [re.split(r"[: ]", name)[0] for name in re.findall(r"`([^`\n]+)`", text)]
