@@ -1,35 +1,30 @@
-"""From logits to tokens, each row by its own rules and its own random stream.
+"""From logits to tokens: each request by its own parameters and its own random stream.
 
     logits -> repetition, frequency, presence penalties -> min_tokens -> temperature
-           -> min_p -> top_k -> top_p -> one draw                      (the order is vLLM's)
+           -> min_p -> top_k -> top_p -> one draw                      (vLLM's order)
 
 The draw is inverse-CDF sampling: one uniform number picks the token at which the cumulative
-probability passes it. The number is a hash of (seed, how many tokens the row has emitted), so
-a request's stream is nobody's state: it is the same alone, in a crowd, after a preemption.
+probability passes it. The number is a hash of (seed, number of output tokens), so a request's
+stream needs no state: it is the same alone, in a crowd, and after a preemption.
 
-Where a draft model proposed token d, drawn from its distribution q, d is taken with probability
-min(1, p(d) / q(d)), else the draw is from what q lacks, max(0, p - q). This is rejection
-sampling: its tokens have the distribution p. Each of its draws has a number of its own.
-
-Sampling is not fused with lm_head. For 64 rows of 128,256 logits a look for the best reads
-33 MB that were just written: some 10 microseconds of a large GPU, in a step of milliseconds
-(`python bench.py kernels` times that look, and the one for the best 32).
+Sampling is not fused with lm_head. For 64 rows of 128,256 logits the search for the largest
+reads 33 MB that were just written: some 10 microseconds of a large GPU, in a step of
+milliseconds (`python bench.py kernels` times it, and the search for the 32 largest).
 
 Always holds (invariants 13 and 15): no row depends on another; one draw for each emitted
-token; a row whose logits are not numbers is reported and the others go on.
+token; NaN logits are an error of their own row only.
 
-Source: nucleus sampling (Holtzman et al., 2019), min-p (Nguyen et al., 2024); counter-based
-random numbers (Salmon et al., SC 2011); rejection sampling of drafts (Leviathan et al., ICML
-2023; Chen et al., 2023).
+Sources: nucleus sampling (Holtzman et al., 2019), min-p (Nguyen et al., 2024); counter-based
+random numbers (Salmon et al., SC 2011).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,21 +38,12 @@ NOT_NUMBERS = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "penalties and min_tokens leave no token to sample"
 
 
-class Proposal(NamedTuple):
-    """What a draft model says: a token, and the distribution it was drawn from, float64 [V];
-    None where it is certain."""
-
-    token_id: int
-    probs_V: Tensor | None
-
-
 @dataclass(frozen=True)
 class SamplingRow:
-    """What the sampler must know of one row.
+    """What the sampler must know of the request behind one row of logits.
 
     params: its SamplingParams. prompt_token_ids, output_token_ids: its tokens so far.
-    stop_token_ids: what min_tokens holds back. seed: of its random stream. proposal: what a
-    draft model says of the next token.
+    stop_token_ids: not sampled before min_tokens. seed: of its random stream.
     """
 
     params: SamplingParams
@@ -65,21 +51,16 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     stop_token_ids: Sequence[int]
     seed: int
-    proposal: Proposal | None = None
 
 
-def sampling_row(
-    request: Request, draft: Sequence[int] = (), proposal: Proposal | None = None
-) -> SamplingRow:
-    """A request's row, for the token that comes behind its tokens and a draft's."""
-    output = request.output_token_ids
+def sampling_row(request: Request) -> SamplingRow:
+    """A request's row, for its next token."""
     return SamplingRow(
         params=request.params,
         prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=[*output, *draft] if draft else output,
+        output_token_ids=request.output_token_ids,
         stop_token_ids=request.stop_token_ids,
         seed=request.seed,
-        proposal=proposal,
     )
 
 
@@ -93,7 +74,10 @@ class Sampled:
 
 
 def sample(
-    logits_SV: Tensor, rows: Sequence[SamplingRow], ops: Ops = REFERENCE
+    logits_SV: Tensor,
+    rows: Sequence[SamplingRow],
+    ops: Ops = REFERENCE,
+    draw: Callable[[Tensor, Sequence[SamplingRow]], list[int]] | None = None,
 ) -> list[Sampled]:
     """Choose one token for each row.
 
@@ -101,9 +85,10 @@ def sample(
         logits_SV: float32 [S, V], the model's raw logits; not changed.
         rows: S of them.
         ops: finds the largest logits.
+        draw: draws a token from each distribution; None: draw_tokens.
     """
     raw_SV = logits_SV
-    logits_SV = _adjust(raw_SV, rows)
+    logits_SV = adjust(raw_SV, rows)
     best_S1 = ops.top_ids(logits_SV, 1)
     # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
     is_number_S = raw_SV.amax(dim=-1).isfinite()
@@ -114,7 +99,9 @@ def sample(
     ).tolist()
     random_rows = [i for i, row in enumerate(rows) if is_ok[i] and row.params.temperature > 0]
     if random_rows:
-        drawn = _draw(logits_SV[random_rows], [rows[i] for i in random_rows])
+        some = [rows[i] for i in random_rows]
+        draw = draw_tokens if draw is None else draw
+        drawn = draw(probabilities(logits_SV[random_rows], some), some)
         for i, token_id in zip(random_rows, drawn, strict=True):
             tokens[i] = token_id
     return [
@@ -125,8 +112,8 @@ def sample(
     ]
 
 
-def _adjust(raw_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Penalties and min_tokens. Rows that ask for neither keep their logits."""
+def adjust(raw_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Apply penalties and min_tokens; rows without either keep their logits."""
     logits_SV = raw_SV
     for i, row in enumerate(rows):
         params, num_output = row.params, len(row.output_token_ids)
@@ -148,7 +135,7 @@ def _adjust(raw_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
-    """In place. Repetition looks at prompt and output, the other two at the output only."""
+    """In place. Repetition counts prompt and output, the other two the output only."""
     params = row.params
     device = logits_V.device
     seen = torch.tensor(sorted({*row.prompt_token_ids, *row.output_token_ids}), device=device)
@@ -162,57 +149,12 @@ def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
         logits_V[tokens] -= params.frequency_penalty * count + params.presence_penalty
 
 
-def propose(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Proposal]:
-    """What a draft model proposes by these logits, which are as for sample()."""
-    sampled = sample(logits_SV, rows)
-    # Logits that are no numbers propose nothing: then any token does.
-    proposals = [Proposal(max(one.token_id, 0), None) for one in sampled]
-    random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    random = [i for i in random if sampled[i].error is None]
-    if random:
-        some = [rows[i] for i in random]
-        probs_RV = _probs(_adjust(logits_SV[random], some), some)
-        for i, probs_V in zip(random, probs_RV, strict=True):
-            proposals[i] = proposals[i]._replace(probs_V=probs_V)
-    return proposals
+def draw_tokens(probs_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """One token of each distribution, float64 [R, V], by the row's next random number."""
+    return pick(probs_RV, [uniform(row) for row in rows])
 
 
-def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    probs_RV = _probs(logits_RV, rows)
-    numbers = [_uniform(row) for row in rows]
-    taken = _take_proposals(probs_RV, rows, numbers)
-    drawn = _pick(probs_RV, numbers)
-    return [taken.get(r, token_id) for r, token_id in enumerate(drawn)]
-
-
-def _take_proposals(
-    probs_RV: Tensor, rows: Sequence[SamplingRow], numbers: list[float]
-) -> dict[int, int]:
-    """{row: its proposed token}, where that is accepted. In place, where one might have been:
-    what is left to draw from, and the number to draw with."""
-    proposals = {r: row.proposal for r, row in enumerate(rows) if row.proposal is not None}
-    proposals = {r: one for r, one in proposals.items() if one.probs_V is not None}
-    if not proposals:
-        return {}
-    which = list(proposals)
-    p_XV = probs_RV[which]
-    q_XV = torch.stack([one.probs_V for one in proposals.values()])
-    token_X1 = torch.tensor([[one.token_id] for one in proposals.values()], device=p_XV.device)
-    p_X, q_X = (
-        torch.stack((p_XV, q_XV)).gather(2, token_X1.expand(2, -1, 1)).squeeze(2).tolist()
-    )
-    left_XV = (p_XV - q_XV).clamp(min=0)
-    # Nothing is left only where p and q differ by rounding: then p will do.
-    probs_RV[which] = torch.where(left_XV.sum(dim=1, keepdim=True) > 0, left_XV, p_XV)
-    taken = {}
-    for r, p, q in zip(which, p_X, q_X, strict=True):
-        numbers[r] = _uniform(rows[r], ":left")
-        if _uniform(rows[r], ":accept") * q < p:
-            taken[r] = proposals[r].token_id
-    return taken
-
-
-def _probs(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """float64 [R, V]: the distribution of each row's next token, by its temperature and what
     min_p, top_k and top_p keep."""
     # In double, and the maximum taken off before the division: no temperature overflows.
@@ -232,7 +174,7 @@ def _probs(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return probs_RV / probs_RV.sum(dim=-1, keepdim=True)
 
 
-def _pick(probs_RV: Tensor, numbers: Sequence[float]) -> list[int]:
+def pick(probs_RV: Tensor, numbers: Sequence[float]) -> list[int]:
     """The token of each row at which the cumulative probability (of a sum of any size) passes
     the row's number in [0, 1)."""
     cumulative_RV = probs_RV.cumsum(dim=-1)
@@ -257,7 +199,7 @@ def _keep_top(probs_XV: Tensor, top_k_X1: Tensor, top_p_X1: Tensor) -> Tensor:
     return torch.zeros_like(probs_XV).scatter_(1, order_XV, sorted_XV)
 
 
-def _uniform(row: SamplingRow, use: str = "") -> float:
+def uniform(row: SamplingRow, use: str = "") -> float:
     """The row's next number in [0, 1): 53 bits of a hash of its seed and its position, and of
     what it is used for, if not the only draw of a token."""
     text = f"{row.seed}:{len(row.output_token_ids)}{use}".encode()

@@ -314,7 +314,7 @@ def test_minus_infinity_is_never_sampled(place, params):
 @pytest.mark.parametrize("number, token", [(0.0, 1), (0.5, 2), (1 - 2**-53, 2)])
 def test_the_first_and_the_last_number_that_can_be_drawn(monkeypatch, number, token):
     """At the very ends of [0, 1) the draw stays among the possible tokens too."""
-    monkeypatch.setattr("nanobatch.sampler._uniform", lambda row: number)
+    monkeypatch.setattr("nanobatch.sampler.uniform", lambda row: number)
     assert one([-INF, 0.0, 0.0, -INF]).token_id == token
     assert one([-INF, *[-0.1] * 3000, -INF]).token_id in range(1, 3001)
 

@@ -12,12 +12,12 @@ after each request that has drafts, and computes that, and so on:
 
 The last pass is there for the case that d2 is accepted: the next step then begins behind it.
 
-A guess is sampled by the request's own rules; a greedy request gets greedy guesses. The large
-model's tokens are then chosen by rejection sampling (sampler.py), and that wherever it samples:
-d3, which it does not compute, is a proposal as good as any for the token behind d2, and so is
-the guess behind a prompt. How many drafts there was room for thus decides nothing (invariant
-13): a seeded request says the same in any crowd. Without the draft model it says something else
-of the same distribution.
+A guess is sampled by the request's own parameters; a greedy request gets greedy guesses. The
+large model's tokens are then chosen by rejection sampling (extensions/rejection_sampling.py),
+wherever it samples: d3, which it does not compute, is a proposal for the token after d2, and so
+is the guess after a prompt. So the number of drafts there was room for decides nothing
+(invariant 13): a seeded request says the same in any crowd. Without the draft model its tokens
+are others of the same distribution.
 
 Always holds: whatever block holds a token's keys in the large model's cache holds them in this
 one too. So nothing need be said here of prefix hits, preemption, swap and rejected drafts, and
@@ -34,9 +34,9 @@ from torch import Tensor
 
 from nanobatch.batch import Row
 from nanobatch.config import EngineConfig
+from nanobatch.extensions.rejection_sampling import Proposal, drafted_row, propose
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest
-from nanobatch.sampler import Proposal, propose, sampling_row
 
 Proposals = dict[str, list[Proposal]]  # by request id
 Logits = Callable[[Sequence[Row]], Tensor]  # of the rows' last num_logits tokens
@@ -84,7 +84,7 @@ def fill_in_drafts(scheduled: Sequence[ScheduledRequest], logits: Logits) -> Pro
         logits_LV = logits(rows)
         asking = [s for s, row in zip(active, rows, strict=True) if row.num_logits > 0]
         drafts = [[one.token_id for one in found[s.request.request_id]] for s in asking]
-        sampling = [sampling_row(s.request, d) for s, d in zip(asking, drafts, strict=True)]
+        sampling = [drafted_row(s.request, d) for s, d in zip(asking, drafts, strict=True)]
         for s, proposal in zip(asking, propose(logits_LV, sampling), strict=True):
             found[s.request.request_id].append(proposal)
     for s in scheduled:

@@ -10,7 +10,7 @@ each of them, by the request's own rules and with the random number of that posi
 For a token of prompt lookup this is rejection sampling already: it is accepted with the
 probability that the model gives it, and otherwise another is drawn. So the tokens are the very
 ones that come without drafts. A draft model's token comes with the distribution that it was
-drawn from; sampler.py accepts or rejects it.
+drawn from; rejection_sampling.py accepts or rejects it.
 
 Always holds: a step yields at least one token for each request that samples.
 
@@ -30,11 +30,12 @@ from nanobatch.batch import Row, pack
 from nanobatch.config import EngineConfig
 from nanobatch.engine import StepResult
 from nanobatch.extensions.draft_model import Proposals, check_draft_model, fill_in_drafts
+from nanobatch.extensions.rejection_sampling import DraftedRow, drafted_row, draw_tokens
 from nanobatch.model_runner import ModelRunner, add_tokens, row_of
 from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest
-from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
+from nanobatch.sampler import Sampled, sample
 
 
 class SpeculativeRunner(ModelRunner):
@@ -73,7 +74,7 @@ class SpeculativeRunner(ModelRunner):
         result = StepResult({}, {}, {})
         if sampling:
             rows = [row for s in sampling for row in _sampling_rows(s, proposals)]
-            sampled = iter(sample(logits_LV, rows, self.backend))
+            sampled = iter(sample(logits_LV, rows, self.backend, draw_tokens))
             for s in sampling:
                 after_each = list(itertools.islice(sampled, s.num_logits))
                 accepted = accept(after_each, s.draft_token_ids)
@@ -118,9 +119,9 @@ def _row(s: ScheduledRequest) -> Row:
     return row._replace(token_ids=[*row.token_ids, *s.draft_token_ids], num_logits=s.num_logits)
 
 
-def _sampling_rows(s: ScheduledRequest, proposals: Proposals) -> list[SamplingRow]:
+def _sampling_rows(s: ScheduledRequest, proposals: Proposals) -> list[DraftedRow]:
     """One for each of a request's logits."""
     positions = itertools.zip_longest(
         range(s.num_logits), proposals.get(s.request.request_id, ())
     )
-    return [sampling_row(s.request, s.draft_token_ids[:n], one) for n, one in positions]
+    return [drafted_row(s.request, s.draft_token_ids[:n], one) for n, one in positions]

@@ -68,9 +68,7 @@ def test_faults_are_found_and_named(model, monkeypatch, fault):
         monkeypatch.setattr(PagedAttend, "__call__", forgets_one)
     if fault == "stream":
         counter = iter(range(10**9))
-        monkeypatch.setattr(
-            "nanobatch.sampler._uniform", lambda row: (next(counter) * 0.61) % 1
-        )
+        monkeypatch.setattr("nanobatch.sampler.uniform", lambda row: (next(counter) * 0.61) % 1)
     faults = []
     for _ in range(40):
         faults += fuzz.trial()

@@ -95,10 +95,10 @@ def serve(folder):
     [out] = llm.generate([1, 2, 3], GREEDY, progress=False)
     found["metrics"] = dataclasses.asdict(out.metrics)
     if rank == 1:  # what a rank would sample by itself counts for nothing
-        draw, sampler._draw = sampler._draw, lambda logits_RV, rows: [0] * len(rows)
+        draw, sampler.draw_tokens = sampler.draw_tokens, lambda probs_RV, rows: [0] * len(rows)
     found["other draws"] = [out.token_ids for out in llm.generate(PROMPTS, SEEDED)]
     if rank == 1:
-        sampler._draw = draw
+        sampler.draw_tokens = draw
     found["refused"] = [
         message_of(start, "tiny", seed=rank),
         message_of(start, "dummy:smollm2-135m"),
