@@ -115,7 +115,7 @@ MUTATIONS = {
     "c-nan-is-a-number": Mutation("extensions/cpu/elem.h", "return is_nan ? 0x7fc0 : ", "return ", "tests/extensions/test_cpu_kernels.py"),
     "c-last-of-equals": Mutation("extensions/cpu/kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/extensions/test_cpu_kernels.py"),
     "tiles-lower-rows": Mutation("extensions/cpu/matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/extensions/test_cpu_tiles.py"),
-    "gate-and-up-not-in-turns": Mutation("extensions/cpu/products.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/extensions/test_cpu_tiles.py"),
+    "gate-and-up-not-in-turns": Mutation("extensions/cpu/products.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/extensions/test_cpu_kernels.py tests/extensions/test_cpu_tiles.py"),
     "prefill-sees-the-future": Mutation("extensions/cpu/prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/extensions/test_cpu_tiles.py"),
     "prefill-no-shrink": Mutation("extensions/cpu/prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/extensions/test_cpu_tiles.py"),
     "prefill-reads-the-tail": Mutation("extensions/cpu/prefill.c", "            if (position >= end) continue;\n", "", "tests/extensions/test_cpu_tiles.py"),

@@ -8,16 +8,23 @@ test_cpu_tiles.py.
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from nanobatch import LLM, SamplingParams
 from nanobatch.attention import choose_backend, paged_attention
 from nanobatch.batch import Row, pack
+from nanobatch.config import EngineConfig
 from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu import library as cpu_library
 from nanobatch.extensions.cpu.backend import CBackend
+from nanobatch.extensions.cpu.products import PackedGateUp, PackedLinear, PackedLMHead, packed
 from nanobatch.extensions.quantized_cache import LARGEST, SMALLEST_SCALE
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.ops import REFERENCE
+from nanobatch.model_runner import ModelRunner
+from nanobatch.models.config import ModelConfig
+from nanobatch.models.decoder import Linear
+from nanobatch.models.loader import make_dummy
 from nanobatch.utils.arithmetic import cdiv
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="no C compiler")
@@ -314,3 +321,51 @@ def test_c_and_python_have_the_same_constants_of_8_bits(dtype):
     of_format = header[header.index(f"#{'ifdef' if dtype == torch.int8 else 'else'}") :]
     assert f"#define LARGEST {LARGEST[dtype]}\n" in of_format.split("typedef")[0]
     assert f"#define SMALLEST_SCALE {SMALLEST_SCALE!r}\n" in header
+
+
+class Matmul:
+    """What matmul.c does, in torch, so that a decoder's packed products are tested anywhere."""
+
+    def pack(self, weight_NK):
+        return weight_NK
+
+    def product(self, x_TE, packed, bias_F, dtype, is_gated=False):
+        bias_F = None if bias_F is None else bias_F.float()
+        out_TF = F.linear(x_TE.float(), packed.float(), bias_F)
+        if is_gated:  # 16 of the gate's columns, then 16 of the others, in turns
+            gate, up = out_TF.unflatten(-1, (-1, 2, 16)).unbind(-2)
+            out_TF = (F.silu(gate) * up).flatten(-2)
+        return out_TF.to(dtype)
+
+
+def test_a_decoder_with_packed_products_is_the_same_decoder(monkeypatch):
+    shape = ModelConfig(
+        architecture="Qwen2ForCausalLM", vocab_size=100, hidden_size=64,
+        intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        max_position_embeddings=64, qkv_bias=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    plain, laid_out = (make_dummy(shape, torch.bfloat16) for _ in range(2))
+    monkeypatch.setattr("nanobatch.extensions.cpu.products.products", lambda weight: Matmul())
+    config = EngineConfig(num_blocks=4, attention_backend="c")
+    ModelRunner(laid_out, config)
+    kinds = {PackedLinear: 2 * 3, PackedGateUp: 2, PackedLMHead: 1}  # qkv, o, down
+    for kind, number in kinds.items():
+        assert sum(type(module) is kind for module in laid_out.modules()) == number
+    x = torch.randn(21, 64).bfloat16()
+    with torch.inference_mode():
+        torch.testing.assert_close(laid_out.logits(x), plain.logits(x), atol=3e-2, rtol=2e-2)
+        for one, other in zip(laid_out.layers, plain.layers, strict=True):
+            torch.testing.assert_close(one.qkv(x), other.qkv(x), atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(one.mlp(x), other.mlp(x), atol=2e-2, rtol=2e-2)
+    before = laid_out.layers[0].qkv
+    ModelRunner(laid_out, config)
+    assert laid_out.layers[0].qkv is before, "laid out twice"
+    with pytest.raises(ValueError, match="attention_backend is 'torch'.*laid out for 'c'"):
+        ModelRunner(laid_out, EngineConfig(num_blocks=4, attention_backend="torch"))
+
+
+def test_forward_hooks_stay_with_a_packed_product():
+    layer = Linear(32, 32).bfloat16().requires_grad_(False)
+    layer.weight.normal_()
+    layer.register_forward_hook(lambda module, inputs, out: out * 0 + 7)
+    assert (packed(layer, Matmul())(torch.randn(3, 32).bfloat16()) == 7).all()
