@@ -49,7 +49,7 @@ from torch import Tensor
 from nanobatch.batch import Batch
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
-from nanobatch.kernels.triton_ops import TritonOps
+from nanobatch.kernels.triton_ops import TritonOps, dense_heads
 from nanobatch.models.decoder import AttentionArgs
 from nanobatch.utils.arithmetic import next_power_of_two
 
@@ -279,8 +279,7 @@ class TritonBackend(TritonOps):
         if launch is None:
             sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size(), _num_sms(q_THD))
             launch = self.launch_config(*sizes)
-        if q_THD.stride()[1:] != (D, 1):
-            q_THD = q_THD.contiguous()
+        q_THD = dense_heads(q_THD)
         out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0
         # Float32 partial results, if there are splits to join.
         parts = (T, H, launch.num_splits) if launch.num_splits > 1 else (0, 0, 0)
@@ -318,6 +317,4 @@ class TritonBackend(TritonOps):
 
 def _num_sms(x: Tensor) -> int:
     """Multiprocessors of the GPU where x is; 1 in Triton's interpreter."""
-    if not x.is_cuda:
-        return 1
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
