@@ -17,7 +17,7 @@ from nanobatch import LLM, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE_TESTS = ("test_block_allocator.py", "test_scheduler.py", "policies", "test_sampler.py",
-              "test_minimal.py")  # fmt: skip
+              "test_masks.py", "test_minimal.py", "models/test_experts.py")  # fmt: skip
 PROMPTS = ["Once upon a time", "One day, a little cat", "Long ago"]
 SERVE = f"""
 from nanobatch import LLM, SamplingParams
