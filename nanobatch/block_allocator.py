@@ -1,4 +1,4 @@
-"""The pool of KV-cache blocks: who holds which, which are free, what is in them.
+"""The pool of KV-cache blocks: which are held, which are free, what is in them.
 
     num_blocks 8, block_size 4            ref counts
     [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ][ 6 ][ 7 ]
@@ -7,16 +7,16 @@
                      |    |    never used: handed out first, in order
                      freed: still findable by content until handed out again
 
-The *prefix cache* finds a full block by what it holds. A block's key is its own tokens and
-the identity of the block contents before it:
+The *prefix cache* finds a full block by its contents. A block's key is its own tokens and a
+number that stands for everything before them:
 
     key of block i = (chain of block i - 1, its tokens)     chain: a number for each key
 
 so equal tokens after different prefixes are different keys, and a key stands for every token
-from the start of the request. A Python dict compares keys and not only their hashes: two
-prefixes that collide cannot be taken for each other. Chain numbers are never used again, so
-a key whose parent was dropped can never be reached by other tokens. Two requests may compute
-one prompt side by side: then several blocks have one key, and any of them will do.
+from the start of the request. A Python dict compares keys, not only their hashes, so prefixes
+whose hashes collide are kept apart. Chain numbers are never reused, so a key whose parent was
+dropped cannot be reached by other tokens. If two requests compute the same prompt side by side,
+several blocks have the same key, and any of them may be used.
 
 Always holds (invariants 1 to 6): free + in use = all; a ref count is the number of tables
 that hold the block; a failed call changes nothing; a key names a block with exactly those
@@ -44,7 +44,7 @@ class OutOfBlocks(Exception):  # noqa: N818 - a condition the scheduler handles,
 
 
 class BlockAllocator:
-    """Hands out blocks by id, counts who holds them, finds them again by content.
+    """Hands out blocks by id, counts their holders, finds them again by content.
 
     Args:
         num_blocks: blocks in the pool; ids are 0 .. num_blocks - 1.
@@ -66,9 +66,9 @@ class BlockAllocator:
         self._num_touched = 0  # blocks from here on were never used
         self._freed: OrderedDict[int, None] = OrderedDict()  # least recently freed first
 
-        # The prefix cache: full computed blocks, by what is in them.
+        # The prefix cache: full computed blocks by their contents.
         self._holders: dict[Hashable, dict[int, None]] = {}  # key -> blocks, in order
-        self._chains: dict[Hashable, int] = {}  # key -> the number that stands for it
+        self._chains: dict[Hashable, int] = {}  # key -> its number
         self._keys: dict[int, Hashable] = {}  # block -> key
         self._next_chain = 0
 
@@ -109,7 +109,7 @@ class BlockAllocator:
         return block_id
 
     def _forget(self, block_id: int) -> None:
-        """Drop what the prefix cache knows of a block, before it gets new contents."""
+        """Drop a block from the prefix cache, before it gets new contents."""
         key = self._keys.pop(block_id, None)
         if key is None:
             return
@@ -118,10 +118,10 @@ class BlockAllocator:
             del self._holders[key], self._chains[key]
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back one table, or its tail, head first. What no other table holds becomes free.
+        """Give back a table or its tail, head first. Blocks that nobody else holds become free.
 
-        The tail is freed first, so that of a cached prefix the end is evicted before the
-        start: a start without its end is still a prefix, an end without its start is not.
+        The tail is freed first, so the end of a cached prefix is evicted before its start: a
+        start without its end is still a prefix, an end without its start is not.
 
         Raises:
             ValueError: a block is not held by anyone, or named twice; nothing was changed.
@@ -138,7 +138,7 @@ class BlockAllocator:
                 self._freed[block_id] = None
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks that match_prefix found: one more table names them.
+        """Hold blocks that match_prefix found: one more table contains them.
 
         Raises:
             ValueError: a block is neither held nor cached, or named twice; nothing changed.
@@ -163,8 +163,8 @@ class BlockAllocator:
         """Find the blocks that hold the longest cached prefix of token_ids, in order.
 
         They may be free: `acquire` them before anything else is allocated. The last token is
-        never covered, since its logits have to be computed (invariant 5). A salt of None is
-        shared by all who name none; "" is a salt like any other.
+        never covered, since its logits have to be computed (invariant 5). None is a salt like
+        any other, and so is "".
         """
         block_ids: list[int] = []
         if not self.enable_prefix_caching:
@@ -185,7 +185,7 @@ class BlockAllocator:
         num_computed: int,
         salt: str | None = None,
     ) -> None:
-        """Make the full blocks of a table findable, as far as they are computed.
+        """Make the full and computed blocks of a table findable.
 
         Args:
             token_ids: the request's tokens; the first num_computed are in the cache.
@@ -205,7 +205,7 @@ class BlockAllocator:
             )
         if not self.enable_prefix_caching:
             return
-        # Blocks cached by an earlier call have their key: only the new ones are walked.
+        # Blocks cached by an earlier call have a key already: skip them.
         first_new = num_full
         while first_new > 0 and block_table[first_new - 1] not in self._keys:
             first_new -= 1

@@ -1,4 +1,4 @@
-"""What is measured: one request's times, a workload's percentiles, the engine's use of itself.
+"""Measurements: times of requests, percentiles of a workload, utilization of the engine.
 
 Names and definitions are those of `vllm bench serve`:
 
@@ -6,10 +6,10 @@ Names and definitions are those of `vllm bench serve`:
     TPOT      time per output token: (last token - first token) / (output tokens - 1)
     ITL       inter-token latency: each time between two tokens of a request
     E2EL      end-to-end latency: from arrival to the last token
-    goodput   requests a second that meet all of some limits on these
+    goodput   requests a second that meet limits on these
 
-TPOT is a mean over a request, ITL is not: a decode that has to wait for somebody's long prompt
-shows in the P99 of ITL and hardly in TPOT.
+TPOT is a mean over a request, ITL is not: a decode that waits for another request's long prompt
+shows in the P99 of ITL, and hardly in TPOT.
 
 Taught in notebooks/08_measuring_honestly.ipynb.
 """
@@ -40,17 +40,17 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 
 class InterTokenLatencies:
-    """Collects the times between tokens, in buckets 1% wide: millions take no memory."""
+    """Collects the times between tokens in buckets 1% wide, so memory does not grow."""
 
     def __init__(self):
-        self._last: dict[str, float] = {}  # when each request had its last token
+        self._last: dict[str, float] = {}  # time of each request's last token
         self._buckets: Counter[int] = Counter()
         self._count, self._sum = 0, 0.0
 
     def step(self, request_ids: Iterable[str], now: float) -> None:
         """Each of these requests got a token now (seconds)."""
         request_ids = list(request_ids)
-        # Most had their last one in the step before: few different times.
+        # Most had their last token in the step before, so there are few different times.
         for last, count in Counter(map(self._last.get, request_ids)).items():
             if last is not None:
                 bucket = round(math.log(max(now - last, 1e-9)) / math.log(1.01))
@@ -64,7 +64,7 @@ class InterTokenLatencies:
         self._last.pop(request_id, None)
 
     def take_in(self, other: InterTokenLatencies) -> None:
-        """Add the times that another has collected."""
+        """Add the times that another object has collected."""
         self._buckets.update(other._buckets)
         self._count += other._count
         self._sum += other._sum
@@ -148,15 +148,16 @@ class EngineStats:
     """Counts over an engine's steps.
 
     num_steps: steps that computed something.
-    num_tokens: tokens computed; num_rows: request turns, one a request and step.
-    num_padding: rows of finished requests that kept their slot in a static batch.
+    num_tokens: tokens computed.
+    num_rows: turns: one for each request and step.
+    num_padding: turns of finished requests that kept their slot in a static batch.
     num_preemptions: how often a request lost its blocks.
     num_swapped_blocks: blocks copied to the host and back.
-    num_slots: max_num_seqs summed over the steps: the turns there could have been.
+    num_slots: max_num_seqs summed over the steps: the largest possible num_rows.
     num_budget_tokens: max_num_batched_tokens summed over the steps.
-    num_blocks_in_use, num_pool_blocks: held, and all there are, summed over the steps.
-    num_output_tokens: tokens put out, in num_samples turns of a request.
-    num_draft_tokens: guessed and checked; num_accepted_tokens: guessed right.
+    num_blocks_in_use, num_pool_blocks: blocks held, and all blocks, summed over the steps.
+    num_output_tokens: output tokens; num_samples: the turns that gave any.
+    num_draft_tokens: drafts that were checked; num_accepted_tokens: those that were right.
     """
 
     num_steps: int = 0
@@ -177,7 +178,7 @@ class EngineStats:
     def count_step(
         self, plan: SchedulerOutput, config: EngineConfig, num_blocks_in_use: int
     ) -> None:
-        """Take in a plan that was computed."""
+        """Count a plan that was computed."""
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.num_rows += len(plan.scheduled)
@@ -187,10 +188,10 @@ class EngineStats:
         self.num_budget_tokens += config.max_num_batched_tokens
         self.num_blocks_in_use += num_blocks_in_use
         self.num_pool_blocks += config.num_blocks
-        self.num_draft_tokens += sum(len(row.draft_token_ids) for row in plan.scheduled)
+        self.num_draft_tokens += sum(len(entry.draft_token_ids) for entry in plan.scheduled)
 
     def count_output(self, counts: Sequence[int]) -> None:
-        """Take in how many tokens each request got in a step: accepted drafts and one more, or
+        """Count the tokens that each request got in a step: accepted drafts and one more, or
         none."""
         num_samples, num_tokens = len(counts) - counts.count(0), sum(counts)
         self.num_samples += num_samples
@@ -214,12 +215,12 @@ class EngineStats:
 
     @property
     def pool_utilization(self) -> float:
-        """Share of the pool's blocks that somebody held, over all steps."""
+        """Share of the pool's blocks that were held, over all steps."""
         return _share(self.num_blocks_in_use, self.num_pool_blocks)
 
     @property
     def padding_share(self) -> float:
-        """Share of the computed rows that were padding."""
+        """Share of the turns that were padding."""
         return _share(self.num_padding, self.num_rows + self.num_padding)
 
     @property
@@ -229,7 +230,7 @@ class EngineStats:
 
     @property
     def tokens_per_turn(self) -> float:
-        """Output tokens for each turn of a request that put any out; 1 without drafts."""
+        """Output tokens for each turn that gave any; 1 without drafts."""
         return _share(self.num_output_tokens, self.num_samples)
 
     def utilizations(self) -> dict[str, float]:

@@ -1,20 +1,20 @@
-"""What a user asks for, what the engine knows of it, and what comes back.
+"""A request: what a user asks for, what the engine knows about it, and what it returns.
 
     SamplingParams   how to choose tokens and when to stop; checked when built
-    Request          one sequence on its way through the engine
+    Request          one sequence and its state in the engine
     RequestMetrics   its times and counts
     RequestOutput    what step() hands out
 
-One idea carries the engine: a request has tokens (prompt + output) and a count of those
-whose keys and values are in the cache. Whatever lies between the two is work to do:
+A request has tokens (prompt + output) and a count of those whose keys and values are in the
+cache. The difference is the work to do:
 
     token_ids             [ p0 p1 p2 p3 p4 | o0 o1 ]      num_tokens          = 7
     num_computed_tokens     ^  ^  ^  ^  ^    ^            num_computed_tokens = 6
     to compute                                  ^         1 left: a "decode"
 
 Always holds: token_ids is prompt_token_ids + output_token_ids; num_computed_tokens never
-exceeds num_tokens; between steps block_table has room for exactly the computed tokens
-(rounded up to blocks), but for what rejected drafts took, which the next plan takes back.
+exceeds num_tokens; when a step is planned, block_table has room for exactly the computed
+tokens, rounded up to blocks.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Source: Orca (Yu et al., OSDI 2022);
 the names are vLLM's.
@@ -37,9 +37,9 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy; else logits are divided by it.
-        top_k: keep the k likeliest tokens; 0, -1 or more than the vocabulary: off.
-        top_p: keep the likeliest tokens that together reach this probability; 1: off.
-        min_p: drop tokens below min_p times the likeliest one's probability; 0: off.
+        top_k: keep the k most likely tokens; 0, -1 or more than the vocabulary: off.
+        top_p: keep the most likely tokens that together reach this probability; 1: off.
+        min_p: drop tokens below min_p times the largest probability; 0: off.
         seed: of this request's own random stream; None: from the engine's seed and the
             order of arrival.
         max_tokens: most tokens to generate.
@@ -50,11 +50,11 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, also under ignore_eos.
         ignore_eos: go on after the end-of-text token.
         logprobs: None: none; k: for each token the k best log-probabilities and its own, of
-            the raw logits: before penalties, temperature and the rest.
-        presence_penalty: subtracted once for a token that the output has.
-        frequency_penalty: subtracted for each time that the output has the token.
-        repetition_penalty: divides (if positive, else multiplies) the logits of tokens that
-            prompt or output have; 1: off.
+            the raw logits (before penalties, temperature and the rest).
+        presence_penalty: subtracted once from the logit of a token that is in the output.
+        frequency_penalty: subtracted once for each time that the token is in the output.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens
+            that are in the prompt or the output; 1: off.
         n: how many independent outputs; child i's seed is seed + i.
 
     Raises:
@@ -108,7 +108,7 @@ class SamplingParams:
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is: in `waiting`, in `running`, on the host, or gone."""
+    """Waiting, running, waiting with its blocks in host memory, or ended."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -120,7 +120,7 @@ class RequestStatus(enum.Enum):
 class RequestMetrics:
     """Times (seconds on the engine's clock) and counts of one request.
 
-    A time is None until it has come. The properties are None until their times have.
+    A time is None until it is known, and so is a property that needs it.
     """
 
     arrival_time: float = 0.0
@@ -128,12 +128,12 @@ class RequestMetrics:
     first_token_time: float | None = None
     finish_time: float | None = None
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when it was admitted
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at admission
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    num_recomputed_tokens: int = 0  # computed before, and lost to a preemption
-    num_draft_tokens: int = 0  # guessed and checked
-    num_accepted_tokens: int = 0  # guessed right
+    num_recomputed_tokens: int = 0  # lost to a preemption and computed again
+    num_draft_tokens: int = 0  # drafts that were checked
+    num_accepted_tokens: int = 0  # drafts that were right
 
     @property
     def queue_time(self) -> float | None:
@@ -164,7 +164,7 @@ def _span(start: float | None, end: float | None) -> float | None:
 
 
 class Request:
-    """One sequence on its way through the engine.
+    """One sequence and its state in the engine.
 
     Args:
         request_id: unique among the live requests.
@@ -172,8 +172,8 @@ class Request:
         params: how to sample and when to stop.
         arrival_time: seconds on the engine's clock.
         priority: for policies that look at it; lower is served first.
-        cache_salt: only requests of equal salt share cached blocks. None is a salt of its
-            own, shared by all that name none; "" is a salt like any other.
+        cache_salt: only requests with the same salt share cached blocks. None is a salt like
+            any other, and so is "".
         eos_token_ids: tokens that end the text unless params.ignore_eos.
 
     Raises:
@@ -202,7 +202,7 @@ class Request:
         self.cache_salt = cache_salt
         self.eos_token_ids = tuple(eos_token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids
-        self.stop_token_ids = params.stop_token_ids + eos  # all that end it
+        self.stop_token_ids = params.stop_token_ids + eos  # every token that ends it
 
         self.output_token_ids: list[int] = []
         self.token_ids: list[int] = list(prompt_token_ids)  # prompt + output, kept joined
@@ -214,12 +214,12 @@ class Request:
         self.metrics = RequestMetrics(arrival_time, num_prompt_tokens=len(prompt_token_ids))
 
         self.max_tokens = params.max_tokens  # cut by the scheduler to what can fit
-        self.seed = params.seed  # set by the engine where params bring none
+        self.seed = params.seed  # set by the engine if params have none
         self.group: str | None = None  # a second id, shared by n samples of one prompt
         self.must_wait: Callable[[], bool] | None = None  # true: do not admit it yet
         self.arrival_order = 0  # set by the scheduler; breaks ties of arrival_time
-        self.num_hit_tokens = 0  # that the prefix cache had when a policy last asked
-        self.num_lost_tokens = 0  # computed, and lost to a preemption, until it is back
+        self.num_hit_tokens = 0  # found in the prefix cache, for policies that ask
+        self.num_lost_tokens = 0  # computed tokens lost to a preemption
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +228,7 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The work there is: tokens whose keys and values are not in the cache."""
+        """The work to do: tokens whose keys and values are not in the cache."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
@@ -246,8 +246,8 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def start(self, num_cached: int, now: float) -> None:
-        """It is admitted at time now, or again after it lost its blocks, with num_cached
-        tokens found in the cache."""
+        """The request is admitted at time now, for the first time or again after it lost its
+        blocks; num_cached tokens were found in the cache."""
         self.num_computed_tokens = num_cached
         if self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = now
@@ -269,7 +269,7 @@ class Request:
         return "length" if num_output >= self.max_tokens else None
 
     def drop_tokens(self, num_tokens: int) -> None:
-        """Forget the last num_tokens of the output, accepted drafts behind a stop."""
+        """Drop the last num_tokens of the output: accepted drafts after a stop string."""
         if num_tokens > 0:
             del self.output_token_ids[-num_tokens:], self.token_ids[-num_tokens:]
             self.metrics.num_output_tokens -= num_tokens

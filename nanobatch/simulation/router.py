@@ -1,4 +1,4 @@
-"""Which of several engines a request goes to.
+"""Routers: choose which of several engines a request goes to.
 
 A router is an object with `choose(request, replicas) -> index`. It is asked when a request
 arrives, in order of arrival, and sees each replica as it is then. Three of them:
@@ -8,16 +8,16 @@ arrives, in order of arrival, and sees each replica as it is then. Three of them
     requests unfinished      5         2         7
     cached of the prompt     0       100       900 of 1,000 tokens
 
-    round_robin                                  x     everybody in turn
+    round_robin                                  x     each in turn
     least_loaded                       x               fewest unfinished requests
     prefix_aware                                 x     most of the prompt cached, while the
                                                        loads are not far apart
 
-Load is the number of unfinished requests, as in SGLang's router: a router knows that without
-asking. The tokens that are left would say more if anybody knew how long the outputs will be;
-max_tokens, which is known, mostly says what the client's default is. Of equally loaded replicas
-the one that was given the fewest so far is taken: else all that is new, and its prefixes, would
-go to the first whenever all are idle.
+Load is the number of unfinished requests, as in SGLang's router, which knows it without asking.
+The number of tokens left would say more, but nobody knows how long the outputs will be, and
+max_tokens is mostly the client's default. Among equally loaded replicas the one that was given
+the fewest requests so far is taken. Otherwise the first would get every new prefix when all are
+idle.
 
 Always holds: the same requests and replicas give the same choice; routers keep no state.
 
@@ -61,7 +61,7 @@ class Router(Protocol):
 
 
 class RoundRobin:
-    """Everybody in turn, whatever they do."""
+    """Each replica in turn, whatever its load."""
 
     def choose(self, request: Request, replicas: Sequence[View]) -> int:
         """The one after the last."""

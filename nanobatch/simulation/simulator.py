@@ -4,13 +4,13 @@ r"""Batching at the scale of real models, on a laptop: the real scheduler, a mad
                                      \-> Replica 1     scheduler, pool and prefix cache
                                       \-> ...          (replica.py), all on one virtual time
 
-Everything is real but the numbers: Scheduler, BlockAllocator, policies, admission, preemption
-and prefix cache are those of the engine, and so is every plan. Only the time a plan takes comes
-from a cost model (cost_model.py), and tokens mean nothing: a request ends when it is told to.
+Engine, scheduler, allocator and policies are the real ones, so every plan is real too. Only the
+time that a plan takes comes from a cost model (cost_model.py), and tokens have no meaning: a
+request ends when it is told to.
 
-Always holds: the same requests give the same result on every machine; on the same requests the
-engine makes the same plans (all that differs is time); a router is asked in order of arrival,
-and sees every replica as it is at that time.
+Always holds: the same requests give the same result on every machine; on the same requests a
+real engine makes the same plans, at other times; a router is asked in order of arrival and sees
+every replica as it is at that time.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb and 08_measuring_honestly.ipynb. Source:
 Vidur (Agrawal et al., MLSys 2024), which simulates schedulers and clusters likewise.
@@ -72,11 +72,11 @@ def simulate(
     keep_timeline: bool = True,
     progress: bool = False,
 ) -> SimulationResult:
-    """Serve the requests on a GPU that need not be there.
+    """Serve the requests on a simulated GPU.
 
     Args:
         requests: a list in any order, or an iterator in order of arrival, which is read as
-            time goes on. They are used up: make new ones for the next simulation.
+            time goes on. Make new ones for the next simulation.
         model, gpu: names from shapes.MODEL_PRESETS and cost_model.GPUS.
         config: num_blocks None is what the GPU's memory holds, max_model_len the model's own.
         tensor_parallel_size: GPUs that share the model.
@@ -90,8 +90,8 @@ def simulate(
         ValueError: no such model or GPU, a model that does not fit the GPU, a request that can
             never fit.
     """
-    how = (policy, admission, output_lens, keep_timeline)
-    [replica] = _make_replicas(1, config, model, gpu, tensor_parallel_size, *how)
+    options = (policy, admission, output_lens, keep_timeline)
+    [replica] = _make_replicas(1, config, model, gpu, tensor_parallel_size, *options)
     serve(requests, [replica], lambda request: 0, progress)
     return replica.result(duration_of([replica]), goodput)
 
@@ -136,8 +136,8 @@ def simulate_replicas(
         ValueError: as in simulate(); no such router, or it names no replica.
     """
     check_int("num_replicas", num_replicas, 1)
-    how = (None, None, output_lens, keep_timeline)
-    replicas = _make_replicas(num_replicas, config, model, gpu, tensor_parallel_size, *how)
+    options = (None, None, output_lens, keep_timeline)
+    replicas = _make_replicas(num_replicas, config, model, gpu, tensor_parallel_size, *options)
     chooser = make_router(router) if isinstance(router, str) else router
     serve(requests, replicas, lambda request: chooser.choose(request, replicas), progress)
     duration = duration_of(replicas)
@@ -156,13 +156,13 @@ def _make_replicas(
     model: str,
     gpu: str,
     tensor_parallel_size: int,
-    *how: object,
+    *options: object,
 ) -> list[Replica]:
-    """Equal engines. how: Replica's arguments from the policy on."""
+    """Equal engines. options: Replica's arguments from the policy on."""
     config = EngineConfig() if config is None else config
     sizes = (tensor_parallel_size, config.block_size, config.kv_cache_dtype)
     cost_model = make_cost_model(model, gpu, *sizes)
-    return [Replica(config, cost_model, *how) for _ in range(num_replicas)]
+    return [Replica(config, cost_model, *options) for _ in range(num_replicas)]
 
 
 def _shares(replicas: Sequence[Replica], duration: float) -> dict[str, float]:
@@ -182,7 +182,7 @@ def serve(
     choose: Callable[[Request], int],
     progress: bool = False,
 ) -> None:
-    """Bring each request, when it arrives, to the replica that is chosen, and let all end.
+    """Give each request, when it arrives, to the replica that is chosen, until all have ended.
 
     Args:
         requests, progress: as in simulate().
