@@ -1,8 +1,8 @@
-"""A small model that guesses for a large one.
+"""A draft model: a small model that proposes tokens for a large one.
 
-It has a paged cache of its own, in blocks of the same ids: one block table serves both models.
-In each step it computes what the large one is about to (prompts too), takes its own next token
-after each request that has drafts, and computes that, and so on:
+It has a paged KV cache of its own, in blocks of the same ids: one block table serves both
+models. In each step it first computes what the large model is about to compute (prompts too),
+proposes a token for each request that has drafts, computes that token, and so on:
 
     known      r0 [ p0 p1 p2 ]      r1 [ .. o5 ]           a chunk of a prompt, and a decode
     1st pass       p0 p1 p2                o5  -> d1
@@ -10,18 +10,18 @@ after each request that has drafts, and computes that, and so on:
     3rd                                    d2  -> d3
     large          p0 p1 p2                o5 d1 d2        then checks all in one pass
 
-The last pass is there for the case that d2 is accepted: the next step then begins behind it.
+The last pass is needed if d2 is accepted: the next step then starts behind it.
 
-A guess is sampled by the request's own parameters; a greedy request gets greedy guesses. The
-large model's tokens are then chosen by rejection sampling (extensions/rejection_sampling.py),
-wherever it samples: d3, which it does not compute, is a proposal for the token after d2, and so
-is the guess after a prompt. So the number of drafts there was room for decides nothing
-(invariant 13): a seeded request says the same in any crowd. Without the draft model its tokens
-are others of the same distribution.
+A proposal is sampled by the request's own rules; a greedy request gets greedy proposals. The
+large model's tokens are then chosen by rejection sampling (rejection_sampling.py), wherever it
+samples. So d3, which the large model does not compute, is its proposal for the token after d2,
+and there is one after a prompt too. Thus the number of drafts decides nothing (invariant 13): a
+seeded request gets the same tokens in any crowd. Without the draft model it gets other tokens
+of the same distribution.
 
-Always holds: whatever block holds a token's keys in the large model's cache holds them in this
-one too. So nothing need be said here of prefix hits, preemption, swap and rejected drafts, and
-nothing of a request is kept between steps.
+Always holds: a block that holds a token's keys in the large model's cache holds them in this
+one too. So prefix hits, preemption, swap and rejected drafts need no code here, and nothing of
+a request is kept between steps.
 
 Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023).
 """
@@ -43,7 +43,7 @@ Logits = Callable[[Sequence[Row]], Tensor]  # of the rows' last num_logits token
 
 
 def check_draft_model(model: Decoder, draft: Decoder | None, config: EngineConfig) -> None:
-    """Raise ValueError unless draft can guess for model.
+    """Raise ValueError unless draft can propose for model, or config asks for no draft model.
 
     Args:
         config: with max_model_len set.
@@ -67,15 +67,15 @@ def check_draft_model(model: Decoder, draft: Decoder | None, config: EngineConfi
 
 
 def fill_in_drafts(scheduled: Sequence[ScheduledRequest], logits: Logits) -> Proposals:
-    """Compute a plan's known tokens with the draft model, and set its rows' draft tokens.
+    """Compute a plan's known tokens with the draft model, and set its draft tokens.
 
     Args:
-        scheduled: a plan's rows; draft_token_ids says how many each is to get.
-        logits: computes rows with the draft model, through its cache: float32 [L, V].
+        scheduled: of a plan; draft_token_ids says how many tokens each is to get.
+        logits: computes rows with the draft model and its caches: float32 [L, V].
 
     Returns:
-        what it proposes for each of the logits that the large model will compute; nothing for
-        the last of a greedy request, where it would not matter.
+        a proposal for each of the logits that the large model will compute; for a greedy
+        request none for the last of them, where it would not matter.
     """
     found: Proposals = {s.request.request_id: [] for s in scheduled}
     for n in range(1 + max(len(s.draft_token_ids) for s in scheduled)):
@@ -94,7 +94,7 @@ def fill_in_drafts(scheduled: Sequence[ScheduledRequest], logits: Logits) -> Pro
 
 
 def _row(s: ScheduledRequest, proposals: Sequence[Proposal]) -> Row:
-    """What comes behind n proposals: at first a row's known tokens, then the last proposal."""
+    """What to compute next: at first a request's known tokens, then its last proposal."""
     request, n = s.request, len(proposals)
     num_wanted = s.num_logits if request.params.temperature > 0 else s.num_logits - 1
     num_logits = 1 if n < num_wanted else 0

@@ -5,11 +5,12 @@
     products   each run of rows times its own expert's weights (grouped_matmul)
     back       in the order of tokens, weighted and summed over a token's experts
 
-On a GPU a product of all experts is one launch of one kernel, whatever the router says: tiles
-of rows find their expert on the device, so that the host never waits for the counts and a
-graph can be captured.
+On a GPU a product of all experts is one launch of one kernel, whatever the router says: each
+tile of rows finds its expert on the device. So the host never waits for the counts, and a graph
+can be captured.
 
-Always holds: a token's sum is in the order of its own experts, whoever shares its batch.
+Always holds: a token's sum is in the order of its own experts, whatever shares its batch
+(invariant 12).
 
 Sources: Mixtral (Jiang et al., 2024), Qwen3-MoE; MegaBlocks (Gale et al., 2023) and vLLM's
 fused_moe for the sorted tiles.
@@ -38,7 +39,7 @@ class Experts(nn.Module):
         self.down_XEF = nn.Parameter(torch.empty(X, E, size), requires_grad=False)
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """[T, E]: of each token what its experts give, by their shares."""
+        """[T, E]: for each token the sum of its experts' outputs, weighted by their shares."""
         share_TC, expert_TC = self.route(x_TE)
         order_M = expert_TC.flatten().argsort(stable=True)  # M = T * C rows
         counts_X = count_ids(expert_TC.flatten(), len(self.gate_up_XFE))

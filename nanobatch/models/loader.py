@@ -8,11 +8,11 @@
     a .gguf file            as llama.cpp reads it, with the tokenizer inside
     "owner/name"            a model of the hub, downloaded
 
-Weights come from safetensors and GGUF only: no pickle, no remote code. What each of our tensors
-is made of is in models/weight_names.py.
+Weights come from safetensors and GGUF only: no pickle, no remote code. models/weight_names.py
+says how each of the decoder's tensors is made from a checkpoint's.
 
-Always holds: what is wrong with a checkpoint is one ValueError that names the file and the
-fault; a path that is not there is a FileNotFoundError.
+Always holds: a malformed checkpoint is a ValueError that names the file and the fault; a path
+that does not exist is a FileNotFoundError.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def make_dummy(
 
 
 def _find(name: str) -> Path:
-    """The file or directory that a name stands for; downloads if that is what it takes."""
+    """The file or directory that a name stands for; downloaded if it is on the hub."""
     if name == "tiny":
         return TINY_DIR
     if name == "smollm2":
@@ -196,14 +196,14 @@ def _read_tokenizer(directory: Path, **source: str) -> HFTokenizer:
 
 
 def _gguf_tokenizer(file: Path) -> HFTokenizer:
-    """transformers takes 3 s to convert a vocabulary of 49,152: what it made is kept."""
+    """transformers takes 3 s to convert a vocabulary of 49,152, so the result is cached."""
     import transformers
 
     stat = file.stat()
     what = (str(file.resolve()), stat.st_size, stat.st_mtime_ns, transformers.__version__)
     key = hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
     kept = None
-    with contextlib.suppress(Exception):  # whatever it is, it is converted anew
+    with contextlib.suppress(Exception):  # an unreadable cache: convert again
         kept = cache_directory() / f"tokenizer-{key}"
         if kept.exists():
             return _read_tokenizer(kept)
@@ -242,7 +242,7 @@ def _build(
 def _read(
     checkpoint: Checkpoint, source: Source, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """One of our tensors, made of the checkpoint's."""
+    """One of the decoder's tensors, made from the checkpoint's."""
     if source.is_exact:
         dtype = torch.float32
     tensors = []
@@ -258,11 +258,11 @@ def _read(
 
 
 def save(model: Decoder, directory: Path) -> None:
-    """Write a model as Hugging Face has it, in its own number format, for other engines.
+    """Write a model in Hugging Face's layout, in its own number format, for other engines.
 
     Raises:
-        ValueError: its RoPE is scaled (what it was scaled by is not kept), its weights were
-            changed when they were read, or laid out for a CPU's tiles, or are one rank's part.
+        ValueError: its RoPE is scaled (by what is not kept), or its weights were changed when
+            they were read, laid out by a backend, or are one rank's shard.
     """
     from safetensors.torch import save_file
 
