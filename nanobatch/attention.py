@@ -1,4 +1,4 @@
-"""Attention over a paged cache, in torch: the reference, and what runs where no kernel does.
+"""Attention over a paged cache, in torch: the reference, also used where no kernel exists.
 
 The keys of a sequence lie in blocks all over the cache; its block table says where. They are
 gathered into one contiguous piece and handed to torch's scaled_dot_product_attention, several
@@ -12,8 +12,7 @@ A backend is one object of a few operations: those of kernels/ops.py, and paged_
 `choose_backend` is called once, when the runner is built.
 
 Always holds (invariant 14): what lies in slots past a sequence's end never reaches an
-output. It may be NaN, so a mask on the scores does not suffice (0 * NaN is NaN): the gathered
-tail is set to zero.
+output. A masked key has the weight 0, but 0 * NaN is NaN: so the gathered tail is set to zero.
 
 Taught in notebooks/05_paged_kv_blocks.ipynb. Source: PagedAttention (Kwon et al., SOSP 2023).
 """
@@ -23,56 +22,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nanobatch.attention_masks import causal_mask
 from nanobatch.batch import Batch
 from nanobatch.config import ATTENTION_BACKENDS
 from nanobatch.kernels.gather import make_groups
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.kernels.ops import HAS_TRITON, Ops
+from nanobatch.kernels.ops import HAS_TRITON, Ops, check_triton, masked_attention
 from nanobatch.models.decoder import AttentionArgs
 from nanobatch.utils.arithmetic import next_power_of_two
 from nanobatch.utils.checks import check_choice
 from nanobatch.utils.extensions import has_extension, load_extension
-
-
-def masked_attention(
-    q_SHTD: Tensor,
-    k_SKLD: Tensor,
-    v_SKLD: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    is_causal: bool = False,
-) -> Tensor:
-    """Grouped-query attention over dense keys; query head h reads key head h // (H / K).
-
-    Args:
-        q_SHTD: [S, H, T, D] queries. k_SKLD, v_SKLD: [S, K, L, D] keys and values.
-        mask: bool, broadcastable to [S, H, T, L], True where a query sees a key; or None.
-        scale: what the scores are multiplied by.
-        softcap: if set, scores become softcap * tanh(score / softcap) (Gemma 2).
-        is_causal: in place of a mask, for T == L.
-
-    Returns:
-        [S, H, T, D].
-    """
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            q_SHTD, k_SKLD, v_SKLD, mask, scale=scale, is_causal=is_causal, enable_gqa=True
-        )
-    if is_causal:
-        mask = causal_mask(q_SHTD.shape[2], k_SKLD.shape[2])
-    group_size = q_SHTD.shape[1] // k_SKLD.shape[1]
-    k_SHLD, v_SHLD = (x.repeat_interleave(group_size, dim=1) for x in (k_SKLD, v_SKLD))
-    scores_SHTL = (q_SHTD @ k_SHLD.transpose(2, 3)).float() * scale
-    scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)
-    if mask is not None:
-        scores_SHTL = scores_SHTL.masked_fill(~mask, float("-inf"))
-    return scores_SHTL.softmax(dim=-1).to(v_SHLD.dtype) @ v_SHLD
 
 
 class TorchBackend(Ops):
@@ -81,7 +41,7 @@ class TorchBackend(Ops):
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, batch: Batch, args: AttentionArgs
     ) -> Tensor:
-        """See paged_attention, which checks what it is given; this does not."""
+        """As paged_attention below, without its checks."""
         out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
         self.attend_in_groups(q_THD, cache, batch, args, out_THD)
         return out_THD
@@ -96,7 +56,10 @@ class TorchBackend(Ops):
         decodes: bool = True,
         prefills: bool = True,
     ) -> None:
-        """Attention into out_THD, of the sequences with one query, with several, or of all."""
+        """Write attention to out_THD.
+
+        decodes, prefills: whether to include sequences with one query, and with several.
+        """
         _, K, P, _ = cache.keys.shape
         key = (K, P, args.sliding_window, decodes, prefills)
         for group in batch.once(("groups", *key), lambda: list(make_groups(batch, *key))):
@@ -115,21 +78,24 @@ class TorchBackend(Ops):
 
 
 def choose_backend(name: str, device: torch.device | str, block_size: int) -> Ops:
-    """The backend that `name` stands for, with a cache on this device.
+    """The backend that `name` stands for, for a cache on this device.
 
     "auto" is Triton on CUDA, where it is installed and the block size is a power of two, and C
-    on a CPU with a C compiler. What C has no kernel for is torch's.
+    on a CPU with a C compiler. Where C has no kernel it uses torch.
 
     Raises:
-        ValueError: "triton" cannot be had: not installed, a block size that is no power of two,
-            or a CPU without Triton's interpreter; or "c" cannot: on a GPU, without a compiler,
+        ValueError: "triton" is not available: not installed, a block size that is no power of two,
+            or a CPU without Triton's interpreter; or "c" is not: on a GPU, without a compiler,
             or without nanobatch/extensions/cpu.
     """
     check_choice("attention_backend", name, ATTENTION_BACKENDS)
     on_cuda = torch.device(device).type != "cpu"
     is_power_of_two = next_power_of_two(block_size) == block_size
     if name == "triton" or (name == "auto" and on_cuda and HAS_TRITON and is_power_of_two):
-        return _triton_backend(on_cuda, block_size)
+        check_triton(on_cuda, block_size)
+        from nanobatch.paged_attention_kernel import TritonBackend
+
+        return TritonBackend()
     if name == "c" or (name == "auto" and not on_cuda and has_extension("cpu")):
         kind = load_extension("cpu", "attention_backend is 'c'").CBackend
         if not on_cuda and kind.has_compiler():
@@ -137,24 +103,6 @@ def choose_backend(name: str, device: torch.device | str, block_size: int) -> Op
         if name == "c":
             raise ValueError("attention_backend is 'c'; it needs a CPU and a C compiler")
     return TorchBackend()
-
-
-def _triton_backend(on_cuda: bool, block_size: int) -> Ops:
-    if not HAS_TRITON:
-        raise ValueError("attention_backend is 'triton', which is not installed; use 'torch'")
-    is_power_of_two = next_power_of_two(block_size) == block_size
-    if not is_power_of_two:
-        raise ValueError(f"block_size is {block_size}; the Triton kernels need a power of two")
-    import triton
-
-    if not on_cuda and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
-            "before triton is imported, or use 'torch'"
-        )
-    from nanobatch.paged_attention_kernel import TritonBackend
-
-    return TritonBackend()
 
 
 def paged_attention(
@@ -171,14 +119,14 @@ def paged_attention(
     """Causal attention of the step's queries over the keys that their block tables name.
 
     The step's own keys and values must be in the cache already. Each sequence's queries are
-    its last positions: the mask is aligned at the bottom right.
+    its last positions, so the last query sees all keys.
 
     Args:
         q_THD: [T, H, D] queries of the packed tokens.
         k_cache_NKPD, v_cache_NKPD: [N, K, P, D].
         batch: where each sequence's queries and keys are.
         scale: what the scores are multiplied by, usually D ** -0.5.
-        sliding_window: keys that a query sees, itself included; None: all before it.
+        sliding_window: keys that a query sees, its own included; None: its own and all before it.
         softcap: see masked_attention.
         backend: see choose_backend.
 
@@ -186,7 +134,7 @@ def paged_attention(
         [T, H, D]; tokens that belong to no sequence get zeros.
 
     Raises:
-        ValueError: shapes do not agree, or the backend cannot be had.
+        ValueError: shapes do not agree, or the backend is not available.
     """
     _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD, batch)
     chosen = choose_backend(backend, q_THD.device, k_cache_NKPD.shape[2])

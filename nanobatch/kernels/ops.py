@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor, nn
 
+from nanobatch.attention_masks import causal_mask
 from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.utils.arithmetic import next_power_of_two
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -128,3 +130,56 @@ def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return torch.cat(
         (a_THR * cos_T1R - b_THR * sin_T1R, b_THR * cos_T1R + a_THR * sin_T1R), dim=-1
     ).to(x_THD.dtype)
+
+
+def masked_attention(
+    q_SHTD: Tensor,
+    k_SKLD: Tensor,
+    v_SKLD: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Grouped-query attention over dense keys; query head h reads key head h // (H / K).
+
+    Args:
+        q_SHTD: [S, H, T, D] queries. k_SKLD, v_SKLD: [S, K, L, D] keys and values.
+        mask: bool, broadcastable to [S, H, T, L], True where a query sees a key; or None.
+        scale: what the scores are multiplied by.
+        softcap: if set, scores become softcap * tanh(score / softcap) (Gemma 2).
+        is_causal: in place of a mask, for T == L.
+
+    Returns:
+        [S, H, T, D].
+    """
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q_SHTD, k_SKLD, v_SKLD, mask, scale=scale, is_causal=is_causal, enable_gqa=True
+        )
+    if is_causal:
+        mask = causal_mask(q_SHTD.shape[2], k_SKLD.shape[2])
+    group_size = q_SHTD.shape[1] // k_SKLD.shape[1]
+    k_SHLD, v_SHLD = (x.repeat_interleave(group_size, dim=1) for x in (k_SKLD, v_SKLD))
+    scores_SHTL = (q_SHTD @ k_SHLD.transpose(2, 3)).float() * scale
+    scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)
+    if mask is not None:
+        scores_SHTL = scores_SHTL.masked_fill(~mask, float("-inf"))
+    return scores_SHTL.softmax(dim=-1).to(v_SHLD.dtype) @ v_SHLD
+
+
+def check_triton(on_cuda: bool, block_size: int) -> None:
+    """Raise ValueError unless the Triton kernels can run on such a device and block size."""
+    if not HAS_TRITON:
+        raise ValueError("attention_backend is 'triton', which is not installed; use 'torch'")
+    is_power_of_two = next_power_of_two(block_size) == block_size
+    if not is_power_of_two:
+        raise ValueError(f"block_size is {block_size}; the Triton kernels need a power of two")
+    import triton
+
+    if not on_cuda and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
+            "before triton is imported, or use 'torch'"
+        )

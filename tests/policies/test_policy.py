@@ -172,6 +172,15 @@ def test_keys_are_asked_for_only_when_somebody_may_enter():
     assert policy.inner.asked == 3
 
 
+def test_a_policy_made_from_fcfs_is_asked_for_its_keys():
+    class LastComeFirstServed(FCFS):
+        def key(self, request, now):
+            return tuple(-x for x in super().key(request, now))
+
+    requests = [request(name, output=1) for name in "abc"]
+    assert order_of(make(LastComeFirstServed(), max_num_seqs=1), *requests) == ["c", "b", "a"]
+
+
 # ---- max_wait --------------------------------------------------------------------------
 
 
