@@ -84,9 +84,9 @@ def choose_backend(name: str, device: torch.device | str, block_size: int) -> Op
     on a CPU with a C compiler. Where C has no kernel it uses torch.
 
     Raises:
-        ValueError: "triton" is not available: not installed, a block size that is no power of two,
-            or a CPU without Triton's interpreter; or "c" is not: on a GPU, without a compiler,
-            or without nanobatch/extensions/cpu.
+        ValueError: "triton" is not available (not installed, a block size that is no power of
+            two, a CPU without Triton's interpreter), or "c" is not (a GPU, no compiler, no
+            nanobatch/extensions/cpu).
     """
     check_choice("attention_backend", name, ATTENTION_BACKENDS)
     on_cuda = torch.device(device).type != "cpu"
@@ -126,7 +126,7 @@ def paged_attention(
         k_cache_NKPD, v_cache_NKPD: [N, K, P, D].
         batch: where each sequence's queries and keys are.
         scale: what the scores are multiplied by, usually D ** -0.5.
-        sliding_window: keys that a query sees, its own included; None: its own and all before it.
+        sliding_window: keys that a query sees, its own included; None: all up to its own.
         softcap: see masked_attention.
         backend: see choose_backend.
 

@@ -22,11 +22,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, extension_for
-from nanobatch.detokenizer import IncrementalDetokenizer
+from nanobatch.detokenizer import OutputStream, Tokenizer
 from nanobatch.metrics import EngineStats
 from nanobatch.plan import Runner, SchedulerOutput, StepResult
 from nanobatch.policies.admission import Admission
@@ -34,24 +33,6 @@ from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request, RequestOutput, SamplingParams
 from nanobatch.scheduler import Scheduler
 from nanobatch.utils.clock import WallClock
-
-
-@dataclass
-class _Progress:
-    """What the engine keeps of a live request besides the Request itself."""
-
-    detokenizer: IncrementalDetokenizer | None  # None without a tokenizer
-    logprobs: list[dict[int, float]] | None
-    num_tokens: int = 0  # output tokens that were detokenized and counted
-    error: str | None = None
-
-    @classmethod
-    def of(cls, request: Request, tokenizer) -> _Progress:
-        params, detokenizer = request.params, None
-        if tokenizer is not None:
-            stream = tokenizer.stream(request.prompt_token_ids)
-            detokenizer = IncrementalDetokenizer(stream, params.stop, params.min_tokens)
-        return cls(detokenizer, None if params.logprobs is None else [])
 
 
 class LLMEngine:
@@ -73,7 +54,7 @@ class LLMEngine:
         config: EngineConfig,
         runner: Runner,
         *,
-        tokenizer=None,
+        tokenizer: Tokenizer | None = None,
         clock: WallClock | None = None,
         policy: Policy | None = None,
         admission: Admission | None = None,
@@ -89,7 +70,7 @@ class LLMEngine:
         self.clock = WallClock() if clock is None else clock
         self.scheduler = Scheduler(config, allocator, policy, admission)
         self.stats = EngineStats()
-        self._progress: dict[str, _Progress] = {}  # by request id
+        self._outputs: dict[str, OutputStream] = {}  # by request id
         self._groups: dict[str, list[str]] = {}  # live request ids by Request.group
         self._aborted: list[RequestOutput] = []  # to show in the next step
         self._ids = itertools.count()
@@ -163,7 +144,7 @@ class LLMEngine:
                 request.seed = int.from_bytes(digest, "big")
             self._num_arrived += 1
             self.scheduler.add(request)
-            self._progress[request.request_id] = _Progress.of(request, self.tokenizer)
+            self._outputs[request.request_id] = OutputStream(request, self.tokenizer)
             if request.group is not None:
                 self._groups.setdefault(request.group, []).append(request.request_id)
 
@@ -234,7 +215,7 @@ class LLMEngine:
         failed = [r for r in live if r.request_id in result.errors] if result.errors else []
         for request in failed:
             live.remove(request)
-            self._progress[request.request_id].error = result.errors[request.request_id]
+            self._outputs[request.request_id].error = result.errors[request.request_id]
             self.scheduler.finish(request, "error", now)
         self.scheduler.update(plan, result.token_ids, now)
         counts = [self._take_tokens(request, result, now) for request in live]
@@ -244,47 +225,25 @@ class LLMEngine:
         return failed + live
 
     def _take_tokens(self, request: Request, result: StepResult, now: float) -> int:
-        """Detokenize a request's new tokens, and keep their log-probabilities. End it where a
-        stop string is complete. Return how many new tokens it keeps."""
-        progress = self._progress[request.request_id]
-        detokenizer = progress.detokenizer
-        if detokenizer is not None:
-            hidden = request.stop_token_ids + request.eos_token_ids
-            new_token_ids = request.output_token_ids[progress.num_tokens :]
-            request.drop_tokens(detokenizer.extend(new_token_ids, hidden))
-            if request.is_finished:
-                detokenizer.finish()
-            if detokenizer.stopped and request.is_finished:
-                request.finish_reason = "stop"  # it wins over "length"
-            elif detokenizer.stopped:
-                self.scheduler.finish(request, "stop", now)
-        num_new = len(request.output_token_ids) - progress.num_tokens
-        if progress.logprobs is not None:
-            progress.logprobs += result.logprobs.get(request.request_id, ())[:num_new]
-        progress.num_tokens += num_new
+        """Add a request's new tokens to its output; return how many it keeps. A stop string
+        that is complete ends the request, and wins over "length"."""
+        output = self._outputs[request.request_id]
+        num_new = output.extend(result.logprobs.get(request.request_id, ()))
+        if output.stopped and request.is_finished:
+            request.finish_reason = "stop"
+        elif output.stopped:
+            self.scheduler.finish(request, "stop", now)
         return num_new
 
     def output(self, request: Request) -> RequestOutput:
         """What to show of a request now. A finished one is forgotten with it."""
-        progress = self._progress[request.request_id]
-        detokenizer = progress.detokenizer
-        delta = "" if detokenizer is None else detokenizer.take_delta(request.is_finished)
+        output = self._outputs[request.request_id].take()
         if request.is_finished:
             self._forget(request)
-        return RequestOutput(
-            request_id=request.request_id,
-            text="" if detokenizer is None else detokenizer.sent_text,
-            delta=delta,
-            token_ids=list(request.output_token_ids),
-            logprobs=None if progress.logprobs is None else list(progress.logprobs),
-            finish_reason=request.finish_reason,
-            finished=request.is_finished,
-            metrics=request.metrics,
-            error=progress.error,
-        )
+        return output
 
     def _forget(self, request: Request) -> None:
-        del self._progress[request.request_id]
+        del self._outputs[request.request_id]
         if request.group is not None:
             self._groups[request.group].remove(request.request_id)
             if not self._groups[request.group]:

@@ -3,6 +3,7 @@
     SchedulerOutput    the step: its entries, who was preempted, blocks to copy
     ScheduledRequest   one entry: a request, and how many of its tokens are computed
     StepResult         what the runner gives back: tokens, log-probabilities, errors
+    StepHook           what an extension may add to a step
 
 Always holds: between schedule() and update() a request's num_computed_tokens counts what
 earlier steps computed, and its block_table already has room for this step.
@@ -92,3 +93,16 @@ class Runner(Protocol):
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute one plan."""
         ...
+
+
+class StepHook(Protocol):
+    """What an extension may add to a step."""
+
+    def begin_step(self) -> None:
+        """A step is planned next."""
+
+    def end_step(self, plan: SchedulerOutput, budget: int) -> None:
+        """The plan is complete; `budget` tokens are left for the hook to add."""
+
+    def update(self) -> None:
+        """The plan was computed, and its requests have their new tokens."""

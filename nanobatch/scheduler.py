@@ -42,11 +42,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
-from nanobatch.plan import ScheduledRequest, SchedulerOutput
+from nanobatch.plan import ScheduledRequest, SchedulerOutput, StepHook
 from nanobatch.policies.admission import Admission, check_fits, limits, make_admission
 from nanobatch.policies.lengths import observe
 from nanobatch.policies.ordering import Policy, arrival, in_order, make_policy
@@ -56,19 +55,6 @@ from nanobatch.request import Request, RequestStatus
 from nanobatch.utils.arithmetic import cdiv
 
 RUNNING = RequestStatus.RUNNING
-
-
-class StepHook(Protocol):
-    """What an extension may add to a step."""
-
-    def begin_step(self) -> None:
-        """A step is planned next."""
-
-    def end_step(self, plan: SchedulerOutput, budget: int) -> None:
-        """The plan is complete; `budget` tokens are left for the hook to add."""
-
-    def update(self) -> None:
-        """The plan was computed, and its requests have their new tokens."""
 
 
 class Scheduler:
@@ -190,7 +176,8 @@ class Scheduler:
         """Give every running request tokens, and blocks for them; return the budget left."""
         block_size, scheduled = self.config.block_size, plan.scheduled
         budget = self.config.max_num_batched_tokens
-        # A long chunk leaves one token for each request behind it (invariant 9).
+        # After a failed step several may be within their prompts: a chunk leaves one token for
+        # each running request that is still to come (invariant 9).
         num_behind = len(self.running) - len(plan.padding)
         for request in self.running.copy():
             if request.status is not RUNNING:
@@ -207,7 +194,8 @@ class Scheduler:
                     budget += num_given_back
                     if victim is request:
                         break
-                    num_behind -= num_given_back == 0
+                    if num_given_back == 0:
+                        num_behind -= 1  # the victim was still to come
                     num_tokens = min(request.num_uncomputed_tokens, budget - num_behind)
                 if request.status is not RUNNING:
                     continue
@@ -265,6 +253,7 @@ class Scheduler:
             if budget == 0 or (request.must_wait is not None and request.must_wait()):
                 return budget
             cached = self._hit(request)
+            # A swapped request has no hit, and kept its computed tokens.
             num_cached = len(cached) * config.block_size or request.num_computed_tokens
             num_left = request.num_tokens - num_cached
             num_tokens = min(num_left, budget)

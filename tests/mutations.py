@@ -75,7 +75,7 @@ MUTATIONS = {
     "rejected-draft-is-drawn-again": Mutation("extensions/rejection_sampling.py", "torch.where(left_XV.sum(dim=1, keepdim=True) > 0, left_XV, p_XV)", "p_XV", "tests/extensions/test_speculative.py"),
     "draft-is-always-accepted": Mutation("extensions/rejection_sampling.py", "if uniform(rows[r], \":accept\") * q < p:", "if p > 0:", "tests/extensions/test_speculative.py"),
     "last-draft-is-not-computed": Mutation("extensions/draft_model.py", "range(1 + max(len(s.draft_token_ids) for s in scheduled))", "range(max(1, *(len(s.draft_token_ids) for s in scheduled), 1))", "tests/extensions/test_speculative.py"),
-    "stop-keeps-what-follows": Mutation("engine.py", "request.drop_tokens(detokenizer.extend(new_token_ids, hidden))", "detokenizer.extend(new_token_ids, hidden)", "tests/extensions/test_speculative.py"),
+    "stop-keeps-what-follows": Mutation("detokenizer.py", "request.drop_tokens(detokenizer.extend(new_token_ids, hidden))", "detokenizer.extend(new_token_ids, hidden)", "tests/extensions/test_speculative.py"),
     "lookup-between-two-tokens": Mutation("extensions/speculative.py", "        if start % width == 0:\n", "        if True:\n", "tests/extensions/test_speculative.py"),
     # ---- batch and attention
     "positions-from-zero": Mutation("batch.py", "np.arange(num_tokens) + (starts_S - query_start_loc[:-1])[row_of_T]", "np.arange(num_tokens) - query_start_loc[:-1][row_of_T]", "tests/test_attention.py"),

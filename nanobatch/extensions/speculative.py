@@ -21,7 +21,7 @@ Always holds: a draft decides only how many tokens a step yields. Greedy tokens 
 without drafts, and so are all tokens with prompt lookup; with a draft model samples have the
 same distribution. Drafts preempt nobody and delay nobody's admission.
 
-Seam: StepHook in scheduler.py. Source: speculative decoding (Leviathan et al., ICML 2023; Chen
+Seam: StepHook in plan.py. Source: speculative decoding (Leviathan et al., ICML 2023; Chen
 et al., 2023); prompt lookup decoding (Saxena, 2023), vLLM's n-gram proposer.
 """
 

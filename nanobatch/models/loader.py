@@ -32,12 +32,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanobatch.detokenizer import Tokenizer
 from nanobatch.models.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.hf_config import to_hf_config
 from nanobatch.models.presets import MODEL_PRESETS
-from nanobatch.models.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from nanobatch.models.tokenizer import ByteTokenizer, HFTokenizer
 from nanobatch.models.variants import make_decoder
 from nanobatch.models.weight_names import Source, sources
 from nanobatch.utils.device import cache_directory

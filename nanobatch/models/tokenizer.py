@@ -16,27 +16,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from nanobatch.detokenizer import Stream
-
-
-class Tokenizer(Protocol):
-    """What the engine needs from a tokenizer."""
-
-    eos_token_ids: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the token that begins a text if there is one."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        ...
-
-    def stream(self, prompt_token_ids: Sequence[int]) -> Stream:
-        """A decoder for the output that follows this prompt, token by token."""
-        ...
 
 
 class ByteTokenizer:
