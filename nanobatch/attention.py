@@ -28,8 +28,7 @@ from nanobatch.batch import Batch
 from nanobatch.config import ATTENTION_BACKENDS
 from nanobatch.kernels.gather import make_groups
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.kernels.ops import HAS_TRITON, Ops, check_triton, masked_attention
-from nanobatch.models.decoder import AttentionArgs
+from nanobatch.kernels.ops import HAS_TRITON, AttentionArgs, Ops, check_triton, masked_attention
 from nanobatch.utils.arithmetic import next_power_of_two
 from nanobatch.utils.checks import check_choice
 from nanobatch.utils.extensions import has_extension, load_extension

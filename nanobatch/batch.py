@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanobatch.plan import ScheduledRequest
+
 PADDING_SLOT = -1  # a token with this slot writes nothing
 
 
@@ -153,3 +155,10 @@ def _check_rows(
             f"block table {rows[i].block_table} for {capacity_S[i]}; it needs >= 1 token, room "
             "for all, and no negative number"
         )
+
+
+def row_of(s: ScheduledRequest) -> Row:
+    """A request's next tokens. Logits are wanted after the request's last token only."""
+    request, start = s.request, s.request.num_computed_tokens
+    token_ids = request.token_ids[start : start + s.num_tokens]
+    return Row(token_ids, start, request.block_table, int(s.samples))

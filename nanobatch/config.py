@@ -11,6 +11,7 @@ Source: the names follow vLLM's EngineArgs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -28,11 +29,12 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 
-# Settings of the scheduler and the engine that may need a module of extensions/: the value that
-# needs none, and the module that any other value needs. `n` is a field of SamplingParams.
+# Settings that may need a module of extensions/: the value that needs none, and the module that
+# any other value needs. `n` is a field of SamplingParams.
 EXTENSIONS = {
     "preemption": ("recompute", "swap"),
     "speculative": (None, "speculative"),
+    "tensor_parallel_size": (1, "tensor_parallel"),
     "n": (1, "parallel_sampling"),
 }
 
@@ -153,6 +155,16 @@ class EngineConfig:
         """
         found = [extension_for(name, getattr(self, name)) for name in settings]
         return [extension for extension in found if extension is not None]
+
+    def check_plain(self, served: Collection[str] = ()) -> None:
+        """Raise ValueError if a setting needs an extension, and is not named in `served`."""
+        for name in EXTENSIONS.keys() - {"n", *served}:
+            value, (plain_value, _) = getattr(self, name), EXTENSIONS[name]
+            if value != plain_value:
+                raise ValueError(
+                    f"{name} is {value!r}; a ModelRunner alone takes only {plain_value!r}: "
+                    "make the runner with llm.build_runner"
+                )
 
     def _check_together(self):
         if self.max_num_batched_tokens < self.max_num_seqs:

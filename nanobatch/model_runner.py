@@ -12,7 +12,7 @@ by llm.build_runner:
     several processes  extensions/tensor_parallel.py      a runner around this one
 
 Always holds: the runner keeps nothing of a request between steps. All that a step needs is in
-the plan, so a preempted request is like one never seen (invariants 10, 12, 13).
+the plan, so a preempted request is treated exactly like a new one (invariants 10, 12, 13).
 
 Taught in notebooks/07_the_engine.ipynb. Source: vLLM's GPUModelRunner.
 """
@@ -26,37 +26,30 @@ import torch
 from torch import Tensor
 
 from nanobatch.attention import PagedAttend, choose_backend
-from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
+from nanobatch.batch import PADDING_SLOT, Batch, Row, pack, row_of
 from nanobatch.config import EngineConfig
-from nanobatch.engine import StepResult, WallClock
-from nanobatch.kernels.kv_cache import CacheLayout, KVCache
-from nanobatch.models.config import ModelConfig, settle_max_model_len
+from nanobatch.kernels.kv_cache import choose_layout
+from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
-from nanobatch.plan import ScheduledRequest, SchedulerOutput
+from nanobatch.plan import ScheduledRequest, SchedulerOutput, StepResult
 from nanobatch.request import SamplingParams
 from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
 from nanobatch.utils.arithmetic import cdiv
-from nanobatch.utils.cache_size import blocks_on_cpu, row_bytes
+from nanobatch.utils.cache_size import blocks_on_cpu
+from nanobatch.utils.clock import WallClock
 from nanobatch.utils.device import blocks_beside
-from nanobatch.utils.extensions import check_served, load_extension
-
-
-def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values, over all layers, in one block; dtype is the cache's."""
-    rows_per_token = 2 * model.num_layers * model.num_kv_heads
-    return block_size * rows_per_token * row_bytes(model.head_dim, dtype.itemsize)
 
 
 class ModelRunner:
     """Runs plans on a decoder, with a paged KV cache, on the device of its weights.
 
     Args:
-        model: with its weights; on a CPU those in bfloat16 are laid out anew, for good.
-        config: its None fields are settled here; see `.config`.
-        served: settings that extensions around this runner serve (utils/extensions.py).
+        model: with its weights. On a CPU those in bfloat16 may be rearranged, permanently.
+        config: fields that are None get a value here; see `.config`.
+        served: settings that an extension handles, so that they are not refused.
 
     Attributes:
-        compute: the logits of a step's rows; an extension may put a faster one here.
+        compute: rows to logits; an extension may put a faster function here.
         before_step: called with each plan before it is computed.
 
     Raises:
@@ -66,7 +59,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, served: Collection[str] = ()):
-        check_served(config, served)
+        config.check_plain(served)
         if config.tensor_parallel_size != model.num_ranks:
             raise ValueError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}; the model was loaded "
@@ -77,12 +70,13 @@ class ModelRunner:
         weight = model.embed.weight
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
         self.clock = WallClock()
-        self.backend = choose_backend(config.attention_backend, self.device, config.block_size)
-        self.layout = self._choose_layout(config)
-        self.cache_dtype = self.layout.dtype
+        shapes = [decoder.config for decoder in self.decoders()]
+        self.layout = choose_layout(config, self.dtype, self.device, shapes)
+        backend = choose_backend(config.attention_backend, self.device, config.block_size)
+        self.backend = self.layout.kind.backend_for(backend)
         for decoder in self.decoders():
             decoder.set_ops(self.backend)
-        # torch's paged attention looks at lengths, which a captured step may not.
+        # torch's paged attention reads lengths on the CPU, which a captured step cannot.
         self.can_capture = config.cuda_graphs and self.on_cuda and self.backend.name == "triton"
         self.config = settle_max_model_len(config, model.config)
         self.caches = self.layout.allocate("num_blocks", config.num_blocks or 1, self.device)
@@ -97,45 +91,32 @@ class ModelRunner:
         """The models that have a KV cache here."""
         return [self.model]
 
-    def _choose_layout(self, config: EngineConfig) -> CacheLayout:
-        """The cache's number format and shapes. One in 8 bits brings a backend of its own."""
-        kind, dtype, name = KVCache, self.dtype, config.kv_cache_dtype
-        if name != "auto":
-            quantized = load_extension("quantized_cache", f"kv_cache_dtype is {name!r}")
-            kind = quantized.QuantizedCache
-            dtype = quantized.resolve_cache_dtype(name, self.device)
-            self.backend = quantized.over_8_bits(self.backend)
-        shapes = [decoder.config for decoder in self.decoders()]
-        layers = [(m.num_kv_heads, m.head_dim) for m in shapes for _ in range(m.num_layers)]
-        return CacheLayout(kind, dtype, config.block_size, layers)
-
     # ------------------------------------------------------------------------------ each step
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
-        """Compute a plan: write keys and values, and sample one token for each request whose
-        last token was computed."""
+        """Compute a plan: cache keys and values, sample where a last token was computed."""
         for prepare in self.before_step:
             prepare(plan)
         return self.step(plan.scheduled)
 
     def step(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
-        """run(), without what comes before."""
-        logits_LV = self.compute([row_of(s) for s in scheduled])
+        """run(), after the calls in before_step."""
+        logits_SV = self.compute([row_of(s) for s in scheduled])
         sampling = [s.request for s in scheduled if s.samples]
         result = StepResult({}, {}, {})
         if sampling:
-            sampled = sample(logits_LV, [sampling_row(r) for r in sampling], self.backend)
+            sampled = sample(logits_SV, [sampling_row(r) for r in sampling], self.backend)
             for request, one in zip(sampling, sampled, strict=True):
                 add_tokens(result, request.request_id, [one])
         return result
 
     def compute_eagerly(self, rows: Sequence[Row]) -> Tensor:
-        """The logits that the rows ask for, float32 [L, V]. Keys and values are cached."""
+        """The logits that the rows ask for, float32 [S, V]. Keys and values are cached."""
         return self.forward(pack(rows, self.config.block_size, self.device))
 
     def forward(self, batch: Batch) -> Tensor:
-        """compute_eagerly() of a packed batch on the device."""
+        """The logits of a batch that is packed already, on the device."""
         attend = PagedAttend(batch, self.caches, self.backend)
         hidden_TE = self.model(batch.token_ids_T, batch.positions_T, attend)
         return self.model.logits(hidden_TE[batch.logits_indices_S])
@@ -144,12 +125,11 @@ class ModelRunner:
 
     def count_blocks(self) -> int:
         """Blocks that memory has room for. A GPU's is measured with a step of the largest size,
-        which leaves zeros in block 0: call this while the cache is empty."""
+        which zeroes block 0: call this while the cache is empty."""
         config, size = self.config, self.layout.bytes_per_block
         if not self.on_cuda:
-            return blocks_on_cpu(
-                config.max_num_seqs, config.max_model_len, config.block_size, size
-            )
+            longest, block_size = config.max_model_len, config.block_size
+            return blocks_on_cpu(config.max_num_seqs, longest, block_size, size)
         return blocks_beside(
             self._largest_step, self.device, size,
             max_num_seqs=config.max_num_seqs,
@@ -160,8 +140,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
-        """Fill the token budget and all rows, and sample each. All block tables name block 0;
-        nothing is written to the cache."""
+        """Fill the token budget and all rows, and sample each; write no keys or values. All
+        block tables name block 0, which is zeroed."""
         config, num_rows = self.config, self.config.max_num_seqs
         each, left_over = divmod(config.max_num_batched_tokens, num_rows)
         lens = [min(each + (i < left_over), config.max_model_len) for i in range(num_rows)]
@@ -183,10 +163,3 @@ def add_tokens(result: StepResult, request_id: str, sampled: Sequence[Sampled]) 
     result.token_ids[request_id] = [one.token_id for one in sampled]
     if sampled[0].logprobs is not None:
         result.logprobs[request_id] = [one.logprobs for one in sampled]
-
-
-def row_of(s: ScheduledRequest) -> Row:
-    """A request's next tokens. Logits are wanted after the request's last token only."""
-    request, start = s.request, s.request.num_computed_tokens
-    token_ids = request.token_ids[start : start + s.num_tokens]
-    return Row(token_ids, start, request.block_table, int(s.samples))

@@ -49,8 +49,8 @@ from torch import Tensor
 from nanobatch.batch import Batch
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
+from nanobatch.kernels.ops import AttentionArgs
 from nanobatch.kernels.triton_ops import TritonOps, dense_heads
-from nanobatch.models.decoder import AttentionArgs
 from nanobatch.utils.arithmetic import next_power_of_two
 
 LOG2_E = math.log2(math.e)

@@ -25,13 +25,12 @@ The path of a request, and the calls of a step:
 
 policies/ decides the rest: who is next (ordering.py), whether there is room (admission.py), how
 a victim's blocks are freed (preemption.py), when requests may join (static_batch.py).
-An extension replaces the preemption or hooks into the step (StepHook).
+Extensions replace the preemption or hook into the step (StepHook).
 
 Always holds (invariants 7 to 11): the budget and max_num_seqs are kept; every running request
 gets at least one token in each step, before anyone is admitted; a step schedules something or
 the scheduler is idle; preempted requests wait in order of arrival; abort returns every block,
-at any time; a request that is refused changes nothing. Plans are plain Python, and the same on
-every machine.
+at any time; a refused request changes nothing. Plans are the same on every machine.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb and 07_the_engine.ipynb. Source:
 iteration-level scheduling of Orca (Yu et al., OSDI 2022), chunked prefill of Sarathi-Serve
@@ -59,8 +58,6 @@ RUNNING = RequestStatus.RUNNING
 
 class Scheduler:
     """Plans steps over a block allocator. Usable without a model, on made-up tokens.
-
-    waiting holds requests in order of arrival, running in order of admission.
 
     Args:
         config: the settings; config.num_blocks is set.
@@ -93,8 +90,8 @@ class Scheduler:
         self.batching = make_batching(config.batching)
         self.preemption: Preemption = Recompute(allocator)
         self.hooks: list[StepHook] = []
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # in order of arrival
+        self.running: list[Request] = []  # in order of admission
         self._live: dict[str, Request] = {}
         self._num_added = 0
         for extension in config.extensions("preemption", "speculative"):
@@ -266,8 +263,7 @@ class Scheduler:
         return budget
 
     def _hit(self, request: Request) -> list[int]:
-        """The cached blocks of a request's prefix; [] for one that was swapped out, since its
-        computed tokens were kept."""
+        """Cached blocks of a request's prefix; [] if its computed tokens were kept (swap)."""
         if request.num_computed_tokens > 0:
             return []
         return self.allocator.match_prefix(request.token_ids, request.cache_salt)
@@ -332,8 +328,7 @@ class Scheduler:
     def _advance(
         self, entry: ScheduledRequest, token_ids: Mapping[str, Sequence[int]], now: float
     ) -> str | None:
-        """Append a request's sampled tokens and count its computed ones; return why it ends,
-        or None."""
+        """Append a request's sampled tokens, count its computed ones; why it ends, or None."""
         request, block_size = entry.request, self.config.block_size
         num_full_before = request.num_computed_tokens // block_size
         num_computed = request.num_computed_tokens + entry.num_tokens

@@ -35,8 +35,7 @@ from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu import library as cpu_library
 from nanobatch.kernels import gather
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.kernels.ops import apply_rope
-from nanobatch.models.decoder import AttentionArgs
+from nanobatch.kernels.ops import AttentionArgs, apply_rope
 from nanobatch.utils.arithmetic import cdiv
 
 NAN, INF = float("nan"), float("inf")

@@ -24,7 +24,8 @@ from nanobatch.extensions.cuda_graphs import DecodeGraphs
 from nanobatch.extensions.ranks import Ranks
 from nanobatch.extensions.tensor_parallel import Shard
 from nanobatch.llm import build_runner
-from nanobatch.model_runner import ModelRunner, bytes_per_block
+from nanobatch.model_runner import ModelRunner
+from nanobatch.models.config import bytes_per_block
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.utils import device as device_module
@@ -238,7 +239,7 @@ def test_the_pool_is_what_the_largest_step_leaves(
     assert [len(row.token_ids) for row in packed[0]] == [67, 67, 66]
     assert isinstance(runner.compute, DecodeGraphs) == cuda_graphs
     left = cache_bytes(GpuMemory(141 * GIB, GIB, GIB, 2 * GIB), 0.1, cuda_graphs)
-    size = bytes_per_block(MODEL_PRESETS["tiny"], 16, torch.bfloat16)
+    size = bytes_per_block(MODEL_PRESETS["tiny"], 16, 2)
     assert runner.config.num_blocks == left // size < MAX_AUTO_BLOCKS
     assert runner.caches[0].keys.shape[0] == runner.config.num_blocks
     assert all(part.is_cuda for cache in runner.caches for part in cache.parts)

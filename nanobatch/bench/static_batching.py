@@ -23,8 +23,8 @@ from torch import Tensor
 
 from nanobatch.attention import masked_attention
 from nanobatch.attention_masks import padded_mask
-from nanobatch.kernels.ops import apply_rope
-from nanobatch.models.decoder import AttentionArgs, Decoder
+from nanobatch.kernels.ops import AttentionArgs, apply_rope
+from nanobatch.models.decoder import Decoder
 from nanobatch.utils.extensions import load_extension
 
 

@@ -72,6 +72,15 @@ class QuantizedCache(KVCache):
         kinds = [(shape, dtype)] * 2 + [(shape[:3], SCALE_DTYPE)] * 2
         return cls(*(torch.empty(size, dtype=kind, device=device) for size, kind in kinds))
 
+    @staticmethod
+    def backend_for(backend: Ops) -> Ops:
+        """See KVCache.backend_for. Torch uses the methods here; C has kernels for both."""
+        if backend.name != "triton":
+            return backend
+        from nanobatch.extensions.quantized_kernels import QuantizedTritonBackend
+
+        return QuantizedTritonBackend()
+
     @property
     def largest(self) -> int:
         """The largest number that the format holds."""
@@ -127,15 +136,6 @@ def resolve_cache_dtype(name: str, device: torch.device) -> torch.dtype:
                 f"this one's is {capability[0]}.{capability[1]}: use 'int8' or 'auto'"
             )
     return torch.float8_e4m3fn
-
-
-def over_8_bits(backend: Ops) -> Ops:
-    """The backend that reads and writes caches in 8 bits like this one does others."""
-    if backend.name != "triton":
-        return backend  # torch goes through the cache's methods; C has kernels for both
-    from nanobatch.extensions.quantized_kernels import QuantizedTritonBackend
-
-    return QuantizedTritonBackend()
 
 
 def as_bytes(x: Tensor) -> Tensor:

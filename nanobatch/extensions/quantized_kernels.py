@@ -30,6 +30,7 @@ from torch import Tensor
 from nanobatch.batch import Batch
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
+from nanobatch.kernels.ops import AttentionArgs
 from nanobatch.kernels.triton_ops import (
     dense_heads,
     load_heads,
@@ -37,7 +38,6 @@ from nanobatch.kernels.triton_ops import (
     rotate,
     store_heads,
 )
-from nanobatch.models.decoder import AttentionArgs
 from nanobatch.paged_attention_kernel import (
     TritonBackend,
     add_values,

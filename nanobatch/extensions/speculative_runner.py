@@ -26,12 +26,12 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from nanobatch.attention import PagedAttend
-from nanobatch.batch import Row, pack
+from nanobatch.batch import Row, pack, row_of
 from nanobatch.config import EngineConfig
 from nanobatch.engine import StepResult
 from nanobatch.extensions.draft_model import Proposals, check_draft_model, fill_in_drafts
 from nanobatch.extensions.rejection_sampling import DraftedRow, drafted_row, draw_tokens
-from nanobatch.model_runner import ModelRunner, add_tokens, row_of
+from nanobatch.model_runner import ModelRunner, add_tokens
 from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest

@@ -17,13 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from nanobatch.config import EngineConfig
 from nanobatch.utils.cache_size import GIB, check_cache_size, row_bytes
 from nanobatch.utils.device import refuse_as
+from nanobatch.utils.extensions import load_extension
+
+Backend = TypeVar("Backend")
 
 
 @dataclass
@@ -42,6 +46,11 @@ class KVCache:
     ) -> KVCache:
         """An empty cache of shape [N, K, P, D]."""
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    @staticmethod
+    def backend_for(backend: Backend) -> Backend:
+        """The backend that reads and writes such a cache, from the one that was chosen."""
+        return backend
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -127,3 +136,19 @@ class CacheLayout(NamedTuple):
         ):
             shapes = [(num_blocks, K, self.block_size, D) for K, D in self.layers]
             return [self.kind.allocate(shape, self.dtype, device) for shape in shapes]
+
+
+def choose_layout(
+    config: EngineConfig, dtype: torch.dtype, device: torch.device, models: Sequence
+) -> CacheLayout:
+    """The cache that EngineConfig.kv_cache_dtype names, for some models' layers.
+
+    Args:
+        dtype: of the models. models: their ModelConfigs.
+    """
+    kind, name = KVCache, config.kv_cache_dtype
+    if name != "auto":
+        quantized = load_extension("quantized_cache", f"kv_cache_dtype is {name!r}")
+        kind, dtype = quantized.QuantizedCache, quantized.resolve_cache_dtype(name, device)
+    layers = [(m.num_kv_heads, m.head_dim) for m in models for _ in range(m.num_layers)]
+    return CacheLayout(kind, dtype, config.block_size, layers)

@@ -21,6 +21,7 @@ RoPE (Su et al., 2021) in the half-split form of Hugging Face's Llama; SwiGLU (S
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
@@ -31,6 +32,14 @@ from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.utils.arithmetic import next_power_of_two
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class AttentionArgs(NamedTuple):
+    """One layer's settings of attention: see attention.paged_attention."""
+
+    sliding_window: int | None
+    scale: float
+    softcap: float | None = None
 
 
 class Ops:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from nanobatch.config import EngineConfig
+from nanobatch.utils.cache_size import row_bytes
 from nanobatch.utils.checks import check_choice, check_float, check_int
 
 MAX_LAYERS = 1000  # more is a mistake in the file, and would take hours to build
@@ -228,3 +229,9 @@ def settle_max_model_len(config: EngineConfig, model: ModelConfig) -> EngineConf
             f"max_model_len is {max_model_len}; the model was made for at most {longest}"
         )
     return replace(config, max_model_len=max_model_len)
+
+
+def bytes_per_block(model: ModelConfig, block_size: int, itemsize: int) -> int:
+    """Bytes of keys and values, over all layers, in one block; itemsize is the cache's."""
+    rows_per_token = 2 * model.num_layers * model.num_kv_heads
+    return block_size * rows_per_token * row_bytes(model.head_dim, itemsize)

@@ -20,26 +20,17 @@ Hugging Face's modeling files, which are the reference in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from nanobatch.kernels.ops import REFERENCE, Ops
+from nanobatch.kernels.ops import REFERENCE, AttentionArgs, Ops
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.rope import Rope
 
 Attend = Callable[..., Tensor]
 CosSin = tuple[Tensor, Tensor]  # float32 [T, R] each (models/rope.py)
 NUM_EXACT_LOGITS = 32
-
-
-class AttentionArgs(NamedTuple):
-    """One layer's settings of attention: see attention.paged_attention."""
-
-    sliding_window: int | None
-    scale: float
-    softcap: float | None = None
 
 
 class RMSNorm(nn.Module):

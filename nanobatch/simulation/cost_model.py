@@ -27,11 +27,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanobatch.models.config import ModelConfig
+from nanobatch.models.config import ModelConfig, bytes_per_block
 from nanobatch.plan import SchedulerOutput
 from nanobatch.simulation.roofline import num_weights
 from nanobatch.utils.arithmetic import cdiv, keys_seen
-from nanobatch.utils.cache_size import row_bytes
 
 TILE = 64  # tokens of one tile of a matrix product
 ITEMSIZE = 2  # bytes: weights, and the cache unless it is in 8 bits
@@ -179,9 +178,8 @@ class CostModel:
     @property
     def _token_bytes(self) -> int:
         """Keys and values of one token, all layers."""
-        model, itemsize = self.model, ITEMSIZE if self.kv_cache_dtype == "auto" else 1
-        rows_per_token = 2 * model.num_layers * model.num_kv_heads
-        return rows_per_token * row_bytes(model.head_dim, itemsize)
+        itemsize = ITEMSIZE if self.kv_cache_dtype == "auto" else 1
+        return bytes_per_block(self.model, 1, itemsize)
 
     def num_blocks(self, utilization: float) -> int:
         """Blocks of the cache that fit beside the weights.

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Collection
 from types import ModuleType
 
 PACKAGE = "nanobatch.extensions"
-# Settings that a ModelRunner alone does not serve, with the values that need no extension.
-PLAIN = {"speculative": None, "preemption": "recompute", "tensor_parallel_size": 1}
 
 
 def has_extension(name: str) -> bool:
@@ -39,14 +36,3 @@ def load_extension(name: str, setting: str) -> ModuleType:
     if not has_extension(name):
         raise ValueError(f"{setting}; it needs nanobatch/extensions/{name}, which is missing")
     return importlib.import_module(f"{PACKAGE}.{name}")
-
-
-def check_served(config: object, served: Collection[str]) -> None:
-    """Raise ValueError if a setting in PLAIN asks for more, and its name is not in served."""
-    for name, plain in PLAIN.items():
-        value = getattr(config, name)
-        if value != plain and name not in served:
-            raise ValueError(
-                f"{name} is {value!r}; a ModelRunner alone takes only {plain!r}: make the "
-                "runner with llm.build_runner"
-            )

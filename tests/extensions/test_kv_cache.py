@@ -18,14 +18,12 @@ from nanobatch.extensions.quantized_cache import (
     QuantizedCache,
     as_bytes,
     dequantize,
-    over_8_bits,
     quantize,
     resolve_cache_dtype,
 )
-from nanobatch.kernels.ops import REFERENCE, apply_rope
+from nanobatch.kernels.ops import REFERENCE, AttentionArgs, apply_rope
 from nanobatch.llm import build_runner
-from nanobatch.model_runner import bytes_per_block
-from nanobatch.models.decoder import AttentionArgs
+from nanobatch.models.config import bytes_per_block
 from nanobatch.models.loader import load
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.simulation.cost_model import GPUS, CostModel
@@ -65,7 +63,7 @@ def poison(cache):
 
 def attend(backend, q_THD, cache, batch, window=None, softcap=None, **more):
     """Paged attention by the backend of this name, for caches in 8 bits."""
-    backend = over_8_bits(choose_backend(backend, "cpu", cache.keys.shape[2]))
+    backend = QuantizedCache.backend_for(choose_backend(backend, "cpu", cache.keys.shape[2]))
     args = AttentionArgs(window, q_THD.shape[-1] ** -0.5, softcap)
     return backend.paged_attention(q_THD, cache, batch, args, **more)
 
@@ -127,9 +125,9 @@ def test_rows_of_zeros_and_of_no_numbers(dtype):
 def test_a_pool_holds_nearly_twice_the_tokens():
     for name in ("smollm2-135m", "llama-3.1-8b"):
         shape = MODEL_PRESETS[name]
-        wide = bytes_per_block(shape, 16, torch.bfloat16)
+        wide = bytes_per_block(shape, 16, torch.bfloat16.itemsize)
         for dtype in FORMATS.values():
-            size = bytes_per_block(shape, 16, dtype)
+            size = bytes_per_block(shape, 16, dtype.itemsize)
             assert wide / size >= 1.9
             one = (1, shape.num_kv_heads, 16, shape.head_dim)
             parts = QuantizedCache.allocate(one, dtype, "cpu").parts
@@ -138,7 +136,7 @@ def test_a_pool_holds_nearly_twice_the_tokens():
     wide, narrow = (
         CostModel(llama, GPUS["l4"], kv_cache_dtype=name) for name in ("auto", "int8")
     )
-    assert narrow.block_bytes == bytes_per_block(llama, 16, torch.int8)
+    assert narrow.block_bytes == bytes_per_block(llama, 16, torch.int8.itemsize)
     assert narrow.num_blocks(0.9) >= 1.9 * wide.num_blocks(0.9)
     assert narrow.seconds(1, 10_000, 10_000, 1) < wide.seconds(1, 10_000, 10_000, 1)
 
@@ -301,7 +299,7 @@ def test_triton_writes_what_torch_does(group, head_dim, dtype):
     cos, sin = angles.cos(), angles.sin()
     slots = torch.tensor([7, -1, 0, 19, 3, 8])
     caches = []
-    for ops in (over_8_bits(choose_backend("triton", "cpu", P)), REFERENCE):
+    for ops in (QuantizedCache.backend_for(choose_backend("triton", "cpu", P)), REFERENCE):
         cache = QuantizedCache.allocate((N, K, P, head_dim), dtype, "cpu")
         poison(cache)
         q_out = ops.rope_and_write(q, k, v, cos, sin, cache, slots)

@@ -14,8 +14,7 @@ from nanobatch import LLM, SamplingParams, attention
 from nanobatch.batch import Row, pack
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config, keys_of_program
-from nanobatch.kernels.ops import REFERENCE, apply_rope
-from nanobatch.models.decoder import AttentionArgs
+from nanobatch.kernels.ops import REFERENCE, AttentionArgs, apply_rope
 from nanobatch.utils.arithmetic import cdiv
 
 triton = pytest.importorskip("triton")

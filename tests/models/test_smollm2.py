@@ -27,7 +27,8 @@ import torch
 
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import Row, pack
-from nanobatch.model_runner import ModelRunner, bytes_per_block
+from nanobatch.model_runner import ModelRunner
+from nanobatch.models.config import bytes_per_block
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.utils.arithmetic import cdiv
 
@@ -224,7 +225,7 @@ def test_memory_is_weights_pool_and_a_step():
     used = int(done.stdout)
     model = MODEL_PRESETS["smollm2-135m"]
     weights = 2 * 134.5e6
-    pool = config.num_blocks * bytes_per_block(model, config.block_size, torch.bfloat16)
+    pool = config.num_blocks * bytes_per_block(model, config.block_size, 2)
     # The most that a layer holds at once: x, residual, q, k, v, and the MLP's hidden state.
     E, numbers = model.hidden_size, model.intermediate_size
     step = 1024 * (2 * E + 4 * E + 2 * 2 * E + 2 * numbers) + 16 * model.vocab_size * 4

@@ -21,7 +21,7 @@ from nanobatch.extensions.cpu import kernels as cpu_kernels
 from nanobatch.extensions.cpu import library as cpu_library
 from nanobatch.extensions.cpu.products import prepack
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.models.decoder import AttentionArgs
+from nanobatch.kernels.ops import AttentionArgs
 
 
 class CBackend(TorchBackend):
