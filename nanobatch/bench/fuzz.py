@@ -131,7 +131,7 @@ class Fuzz:
         faults = [
             f"{fault}\n    prompt {list(ask[0])}\n    {ask[1]}\n    {config}"
             for ask, output in zip(asks, outputs, strict=True)
-            if (fault := self._difference(ask, output, engine.runner.cache_dtype)) is not None
+            if (fault := self._difference(ask, output, engine.runner.layout.dtype)) is not None
         ]
         allocator = engine.scheduler.allocator
         if allocator.num_free_blocks != allocator.num_blocks:

@@ -65,7 +65,7 @@ class WatchedRunner:
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = [(s.request.num_computed_tokens, s.num_tokens) for s in plan.scheduled]
         num_logits = sum(s.num_logits for s in plan.scheduled)
-        sizes = (self.runner.dtype.itemsize, self.runner.cache_dtype.itemsize)
+        sizes = (self.runner.dtype.itemsize, self.runner.layout.dtype.itemsize)
         self.work.append(step_work(self.runner.model.config, rows, num_logits, *sizes))
         return self.runner.run(plan)
 
@@ -115,7 +115,7 @@ def _run_batch(
     max_tokens = [i.num_output_tokens for i in batch]
     spans = [(0, len(prompt)) for prompt in prompts]  # (computed before, in this step)
     for emitted in run_static_batch(
-        runner.model, prompts, max_tokens, cache_dtype=runner.cache_dtype
+        runner.model, prompts, max_tokens, cache_dtype=runner.layout.dtype
     ):
         now = clock.now() - start
         itl.step([names[row] for row in emitted], now)
