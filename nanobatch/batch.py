@@ -10,8 +10,11 @@ second chunk of its prompt.
     seq_lens_S          [ 6    3             6 ]            its keys after the step
     block_tables_SB     [[2 0] [3 -]        [1 5]]          - is padding: any valid id
     slot_mapping_T      [ 1 | 12  13  14  | 20  21 ]        block * block_size + offset
-    logits_indices_S    [ 0    3             5 ]            the last token of each row, or as
-                                                            many of the last as it asks for
+    logits_indices_S    [ 0    3             5 ]            tokens whose logits are wanted: the
+                                                            last Row.num_logits of each row
+
+logits_indices_S has S entries only if each row wants one. A prompt's unfinished chunk wants
+none, and a draft several. (Letters of the axes: nanobatch/README.md, "Names of tensors".)
 
 Always holds (invariant 14): a slot of -1 writes nothing; padding in a block table is a valid
 id that no result depends on.
@@ -43,7 +46,7 @@ class Row(NamedTuple):
     token_ids: Sequence[int]
     start: int  # position of the first of these tokens
     block_table: Sequence[int]
-    num_logits: int = 1  # of its last tokens, whose logits are wanted
+    num_logits: int = 1  # how many of its last tokens need logits
 
 
 @dataclass
@@ -51,7 +54,8 @@ class Batch:
     """The packed tensors of one step (shapes: see the module's picture).
 
     token_ids_T, positions_T, slot_mapping_T, logits_indices_S are int64;
-    query_start_loc (S + 1), seq_lens_S, block_tables_SB are int32.
+    query_start_loc (S + 1), seq_lens_S, block_tables_SB are int32. logits_indices_S may have
+    more or fewer than S entries.
     derived: what attention computes once from these tensors and uses in every layer.
     """
 

@@ -8,15 +8,18 @@
                      freed: still findable by content until handed out again
 
 The *prefix cache* finds a full block by its contents. A block's key is its own tokens and a
-number that stands for everything before them:
+number, the *chain*, that stands for everything before them:
 
-    key of block i = (chain of block i - 1, its tokens)     chain: a number for each key
+    key of block i = (chain of block i - 1, its tokens)     each key has its own chain number
 
-so equal tokens after different prefixes are different keys, and a key stands for every token
-from the start of the request. A Python dict compares keys, not only their hashes, so prefixes
-whose hashes collide are kept apart. Chain numbers are never reused, so a key whose parent was
-dropped cannot be reached by other tokens. If two requests compute the same prompt side by side,
-several blocks have the same key, and any of them may be used.
+Equal tokens after different prefixes have different keys, so a key stands for all tokens from
+the start of the request. A Python dict compares keys, not only their hashes, so prefixes whose
+hashes collide are kept apart. Chain numbers are never reused, so a key whose parent was dropped
+is never found by other tokens. If two requests compute the same prompt side by side, several
+blocks have the same key; match_prefix returns the one that was entered first.
+
+Here "cached" means: entered in the prefix cache. (A token that is "in the cache" has its keys
+and values in the KV cache.)
 
 Always holds (invariants 1 to 6): free + in use = all; a ref count is the number of tables
 that hold the block; a failed call changes nothing; a key names a block with exactly those
@@ -68,13 +71,13 @@ class BlockAllocator:
 
         # The prefix cache: full computed blocks by their contents.
         self._holders: dict[Hashable, dict[int, None]] = {}  # key -> blocks, in order
-        self._chains: dict[Hashable, int] = {}  # key -> its number
+        self._chains: dict[Hashable, int] = {}  # key -> its chain number
         self._keys: dict[int, Hashable] = {}  # block -> key
         self._next_chain = 0
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no table holds; cached ones among them count as free."""
+        """Blocks that no table holds, whether cached or not."""
         return self.num_blocks - self._num_touched + len(self._freed)
 
     def ref_count(self, block_id: int) -> int:
@@ -83,12 +86,12 @@ class BlockAllocator:
         return self._ref_counts[block_id]
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether the prefix cache knows what is in the block."""
+        """Whether the block is in the prefix cache."""
         check_int("block_id", block_id, 0, self.num_blocks - 1)
         return block_id in self._keys
 
     def allocate(self, n: int) -> list[int]:
-        """Take n free blocks, each with ref count 1 and nothing cached in it.
+        """Take n free blocks. Each has ref count 1 and is no longer cached.
 
         Raises:
             OutOfBlocks: fewer than n are free; nothing was changed.
@@ -163,8 +166,8 @@ class BlockAllocator:
         """Find the blocks that hold the longest cached prefix of token_ids, in order.
 
         They may be free: `acquire` them before anything else is allocated. The last token is
-        never covered, since its logits have to be computed (invariant 5). None is a salt like
-        any other, and so is "".
+        never covered, since its logits have to be computed (invariant 5). Only blocks that were
+        entered with the same salt are found; None and "" are two different salts.
         """
         block_ids: list[int] = []
         if not self.enable_prefix_caching:
@@ -188,9 +191,9 @@ class BlockAllocator:
         """Make the full and computed blocks of a table findable.
 
         Args:
-            token_ids: the request's tokens; the first num_computed are in the cache.
+            token_ids: the request's tokens.
             block_table: its blocks, in order, which it holds.
-            num_computed: tokens whose keys and values have been written by earlier steps.
+            num_computed: how many of the tokens have their keys and values in these blocks.
             salt: as in match_prefix.
 
         Raises:
@@ -217,7 +220,7 @@ class BlockAllocator:
             chain = self._cache_block(block_table[i], (chain, tokens))
 
     def _cache_block(self, block_id: int, key: Hashable) -> int:
-        """Enter one block under its key; return the key's chain."""
+        """Enter one block under its key; return the key's chain number."""
         if key not in self._holders:
             self._holders[key] = {}
             self._chains[key] = self._next_chain

@@ -67,7 +67,7 @@ class Request:
         return len(self.prompt) + len(self.output) - self.num_computed
 
 
-Plan = list[tuple[Request, int]]  # who computes how many tokens in a step
+Plan = list[tuple[Request, int]]  # the requests of a step, and how many tokens each computes
 
 
 class Engine:
@@ -94,6 +94,7 @@ class Engine:
     # ---- The loop: plan, compute, append.
 
     def step(self) -> Plan:
+        """Run one step; return what was computed."""
         plan = self.schedule()
         next_tokens = self.compute(plan) if plan else []
         for (request, num_scheduled), token in zip(plan, next_tokens, strict=True):
@@ -106,19 +107,19 @@ class Engine:
                 self.free(request)
         return plan
 
-    # ---- The scheduler: who computes how many tokens.
+    # ---- The scheduler: which requests compute how many tokens.
 
     def schedule(self) -> Plan:
         """Serve the running requests, then let others join while budget and blocks last.
 
-        A request joins when all before it have computed their prompts. So only the last one
-        that runs ever has more than one token left, and the budget reaches all of them.
+        A request joins only when those before it have computed their prompts. So only the last
+        one has more than one token left, and the budget is enough for all.
         """
         plan, budget, has_preempted = [], self.budget, False
         for request in self.running.copy():
             num_scheduled = min(request.num_left, budget)
             while request in self.running and not self.allocate(request, num_scheduled):
-                self.preempt(self.running.pop())  # perhaps the request itself
+                self.preempt(self.running.pop())  # the request itself, or one not yet planned
                 has_preempted = True
             if request in self.running:
                 plan.append((request, num_scheduled))

@@ -4,9 +4,9 @@ There is no prefill mode and no decode mode. Every step gives each chosen reques
 
     num_scheduled = min(num_tokens - num_computed_tokens, budget left)
 
-That is 1 for a request that decodes, a prompt or a chunk of it for one that prefills, the rest
-of the prompt after a prefix hit, and all tokens again after a preemption. A step with a budget
-of 8 tokens:
+That is 1 for a decode, a prompt or a chunk of it for a prefill, the rest of the prompt after a
+prefix hit, and all tokens again after a preemption. ("Budget left" excludes one token for each
+running request that is still to come.) A step with a budget of 8 tokens:
 
     running   r0  computed 12 of 13   -> 1      decode
               r1  computed  4 of  9   -> 5      the rest of its prompt
@@ -23,8 +23,8 @@ The path of a request, and the calls of a step:
     ... a runner computes the plan ...
     scheduler.update(plan, token_ids, now)   append tokens, cache full blocks, finish, free
 
-policies/ decides the rest: who is next (ordering.py), whether there is room (admission.py), how
-a victim's blocks are freed (preemption.py), when requests may join (static_batch.py).
+policies/ decides which request is next (ordering.py), whether it has room (admission.py), how
+a victim's blocks are freed (preemption.py), and when requests may join (static_batch.py).
 Extensions replace the preemption or hook into the step (StepHook).
 
 Always holds (invariants 7 to 11): the budget and max_num_seqs are kept; every running request
@@ -62,12 +62,11 @@ class Scheduler:
     Args:
         config: the settings; config.num_blocks is set.
         allocator: the pool of blocks.
-        policy: who is next; by default what config.policy names.
-        admission: who has room; by default what config.admission names.
+        policy: which request is next; by default the one that config.policy names.
+        admission: which requests have room; by default the one that config.admission names.
 
     Raises:
-        ValueError: the pool is not the one that config describes, or a setting needs an
-            extension that is missing.
+        ValueError: allocator and config disagree, or a setting needs a missing extension.
     """
 
     def __init__(
@@ -162,6 +161,7 @@ class Scheduler:
             hook.begin_step()
         plan = SchedulerOutput(padding=self.batching.padding(self.running))
         budget = self._serve_running(plan, now)
+        # Not after a preemption: the freed blocks are for those that run, not for the victim.
         if not plan.preempted:
             budget = self._admit(plan, budget, now)
         self.batching.planned(plan, budget)
@@ -237,16 +237,16 @@ class Scheduler:
     # ------------------------------------------------------------------------------- admit
 
     def _admit(self, plan: SchedulerOutput, budget: int, now: float) -> int:
-        """Let waiting requests join while budget, slots and blocks last; return the budget
-        left. The first request that does not fit ends it: nobody overtakes."""
+        """Let waiting requests join while budget, seats and blocks last; return the budget
+        left. It ends at the first request that does not fit: none behind it may overtake."""
         config, admission = self.config, self.admission
-        num_slots = config.max_num_seqs - len(self.running)
-        if budget == 0 or num_slots == 0 or not self.waiting:
+        num_seats = config.max_num_seqs - len(self.running)
+        if budget == 0 or num_seats == 0 or not self.waiting:
             return budget
         admission.begin(self.running)
         self._look_up_hits()
         candidates = self.batching.candidates(self.waiting, self.running)
-        for request in in_order(candidates, self.policy, now, config.max_wait, num_slots):
+        for request in in_order(candidates, self.policy, now, config.max_wait, num_seats):
             if budget == 0 or (request.must_wait is not None and request.must_wait()):
                 return budget
             cached = self._hit(request)
@@ -328,7 +328,7 @@ class Scheduler:
     def _advance(
         self, entry: ScheduledRequest, token_ids: Mapping[str, Sequence[int]], now: float
     ) -> str | None:
-        """Append a request's sampled tokens, count its computed ones; why it ends, or None."""
+        """Append its sampled tokens, count the computed ones; return why it ends, or None."""
         request, block_size = entry.request, self.config.block_size
         num_full_before = request.num_computed_tokens // block_size
         num_computed = request.num_computed_tokens + entry.num_tokens

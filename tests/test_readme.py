@@ -122,6 +122,14 @@ def test_each_fault_has_its_tests():
                 assert f"\ndef test_{name}(" in file, f"fault {number}: no test_{name}"
 
 
+def test_the_example_of_a_policy_prints_what_its_page_says(capsys):
+    text = (ROOT / "nanobatch/bench/README.md").read_text().split("## Your own policy", 1)[1]
+    exec(re.search(r"```python\n(.*?)```", text, flags=re.S).group(1), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert all(f"`{line}`" in text for line in printed)
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_mutation_has_one_place(name):
     mutation = MUTATIONS[name]

@@ -1,8 +1,9 @@
 """A draft model: a small model that proposes tokens for a large one.
 
-It has a paged KV cache of its own, in blocks of the same ids: one block table serves both
-models. In each step it first computes what the large model is about to compute (prompts too),
-proposes a token for each request that has drafts, computes that token, and so on:
+The draft model has its own paged KV cache, with the same block ids: one block table serves both
+models. In each step it first computes the tokens that the large model will compute (prompts
+too). Then it proposes a token for each request with drafts, computes that token, and so on.
+Here r1 has two drafts, d1 and d2:
 
     known      r0 [ p0 p1 p2 ]      r1 [ .. o5 ]           a chunk of a prompt, and a decode
     1st pass       p0 p1 p2                o5  -> d1
@@ -10,18 +11,21 @@ proposes a token for each request that has drafts, computes that token, and so o
     3rd                                    d2  -> d3
     large          p0 p1 p2                o5 d1 d2        then checks all in one pass
 
-The last pass is needed if d2 is accepted: the next step then starts behind it.
+The 3rd pass writes the keys and values of d2, which the next step needs if d2 is accepted.
 
-A proposal is sampled by the request's own rules; a greedy request gets greedy proposals. The
-large model's tokens are then chosen by rejection sampling (rejection_sampling.py), wherever it
-samples. So d3, which the large model does not compute, is its proposal for the token after d2,
-and there is one after a prompt too. Thus the number of drafts decides nothing (invariant 13): a
-seeded request gets the same tokens in any crowd. Without the draft model it gets other tokens
-of the same distribution.
+A request with temperature 0 gets greedy proposals; otherwise proposals are sampled by the
+request's own parameters, and the large model accepts or rejects them (rejection_sampling.py).
 
-Always holds: a block that holds a token's keys in the large model's cache holds them in this
-one too. So prefix hits, preemption, swap and rejected drafts need no code here, and nothing of
-a request is kept between steps.
+The large model samples three tokens here: after o5, d1 and d2. Each needs a proposal to accept
+or reject, so the last pass also proposes d3, although d3 is no draft: the large model does not
+compute it in this step. The token after a prompt has a proposal too, though there are no drafts
+yet. So every token of a sampled request is drawn in the same way, and the number of drafts
+changes no token (invariant 13). Without a draft model the tokens are others, of the same
+distribution.
+
+Always holds: a block with a token's keys in the large model's cache has them in the draft
+model's cache too. So prefix hits, preemption, swap and rejected drafts need no code here, and
+no state of a request is kept between steps.
 
 Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023).
 """
@@ -34,16 +38,15 @@ from torch import Tensor
 
 from nanobatch.batch import Row
 from nanobatch.config import EngineConfig
-from nanobatch.extensions.rejection_sampling import Proposal, drafted_row, propose
+from nanobatch.extensions.rejection_sampling import Proposal, Proposals, drafted_row, propose
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest
 
-Proposals = dict[str, list[Proposal]]  # by request id
-Logits = Callable[[Sequence[Row]], Tensor]  # of the rows' last num_logits tokens
+Logits = Callable[[Sequence[Row]], Tensor]  # logits of each row's last num_logits tokens
 
 
 def check_draft_model(model: Decoder, draft: Decoder | None, config: EngineConfig) -> None:
-    """Raise ValueError unless draft can propose for model, or config asks for no draft model.
+    """Raise ValueError if the draft model is missing, not wanted, or does not fit the model.
 
     Args:
         config: with max_model_len set.
@@ -70,12 +73,12 @@ def fill_in_drafts(scheduled: Sequence[ScheduledRequest], logits: Logits) -> Pro
     """Compute a plan's known tokens with the draft model, and set its draft tokens.
 
     Args:
-        scheduled: of a plan; draft_token_ids says how many tokens each is to get.
-        logits: computes rows with the draft model and its caches: float32 [L, V].
+        scheduled: a plan's entries; draft_token_ids has the length that each draft is to get.
+        logits: computes rows with the draft model and its caches; returns float32 [L, V].
 
     Returns:
-        a proposal for each of the logits that the large model will compute; for a greedy
-        request none for the last of them, where it would not matter.
+        by request id, a proposal for each token that the large model will sample. A greedy
+        request has none for the last one: it accepts its best token whatever is proposed.
     """
     found: Proposals = {s.request.request_id: [] for s in scheduled}
     for n in range(1 + max(len(s.draft_token_ids) for s in scheduled)):
@@ -83,18 +86,18 @@ def fill_in_drafts(scheduled: Sequence[ScheduledRequest], logits: Logits) -> Pro
         rows = [_row(s, found[s.request.request_id][:n]) for s in active]
         logits_LV = logits(rows)
         asking = [s for s, row in zip(active, rows, strict=True) if row.num_logits > 0]
-        drafts = [[one.token_id for one in found[s.request.request_id]] for s in asking]
+        drafts = [[p.token_id for p in found[s.request.request_id]] for s in asking]
         sampling = [drafted_row(s.request, d) for s, d in zip(asking, drafts, strict=True)]
         for s, proposal in zip(asking, propose(logits_LV, sampling), strict=True):
             found[s.request.request_id].append(proposal)
     for s in scheduled:
         proposals = found[s.request.request_id][: len(s.draft_token_ids)]
-        s.draft_token_ids = [one.token_id for one in proposals]
+        s.draft_token_ids = [p.token_id for p in proposals]
     return found
 
 
 def _row(s: ScheduledRequest, proposals: Sequence[Proposal]) -> Row:
-    """What to compute next: at first a request's known tokens, then its last proposal."""
+    """What to compute next: in the first pass the known tokens, later the last proposal."""
     request, n = s.request, len(proposals)
     num_wanted = s.num_logits if request.params.temperature > 0 else s.num_logits - 1
     num_logits = 1 if n < num_wanted else 0

@@ -4,8 +4,8 @@
     p   the model's
 
 d is accepted with probability min(1, p(d) / q(d)); if it is rejected, the token is drawn from
-what is left of p, max(0, p - q), divided by its sum. Such tokens have the distribution p. Each
-of the draws (d, accept or not, what is left) has a random number of its own.
+what is left of p, max(0, p - q), divided by its sum. Such tokens have the distribution p. Three
+random numbers are used: to draw d, to accept or reject it, and to draw from what is left.
 
 Always holds (invariant 13): the numbers depend only on the request's seed and the token's
 position.
@@ -27,15 +27,18 @@ from nanobatch.sampler import SamplingRow, adjust, pick, probabilities, sample, 
 
 
 class Proposal(NamedTuple):
-    """A token, and the distribution q it was drawn from, float64 [V]; None if it is certain."""
+    """A token, and the distribution q it was drawn from, float64 [V]; None if it is greedy."""
 
     token_id: int
     probs_V: Tensor | None
 
 
+Proposals = dict[str, list[Proposal]]  # by request id
+
+
 @dataclass(frozen=True)
 class DraftedRow(SamplingRow):
-    """A SamplingRow for the token after a draft. proposal: a draft model's for that token."""
+    """A SamplingRow for the token after a draft. proposal: the draft model's for that token."""
 
     proposal: Proposal | None = None
 
@@ -43,7 +46,7 @@ class DraftedRow(SamplingRow):
 def drafted_row(
     request: Request, draft: Sequence[int], proposal: Proposal | None = None
 ) -> DraftedRow:
-    """A request's row, for the token after its own tokens and a draft's."""
+    """A request's row, for the token after its known tokens and a draft."""
     output = request.output_token_ids
     return DraftedRow(
         params=request.params,
@@ -59,19 +62,19 @@ def propose(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Proposal]:
     """A draft model's proposals, from its logits; arguments as of sampler.sample()."""
     sampled = sample(logits_SV, rows)
     # NaN logits: propose an arbitrary token.
-    proposals = [Proposal(max(one.token_id, 0), None) for one in sampled]
-    random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    random = [i for i in random if sampled[i].error is None]
-    if random:
-        some = [rows[i] for i in random]
-        probs_RV = probabilities(adjust(logits_SV[random], some), some)
-        for i, probs_V in zip(random, probs_RV, strict=True):
+    proposals = [Proposal(max(s.token_id, 0), None) for s in sampled]
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    drawn = [i for i in drawn if sampled[i].error is None]
+    if drawn:
+        drawn_rows = [rows[i] for i in drawn]
+        probs_RV = probabilities(adjust(logits_SV[drawn], drawn_rows), drawn_rows)
+        for i, probs_V in zip(drawn, probs_RV, strict=True):
             proposals[i] = proposals[i]._replace(probs_V=probs_V)
     return proposals
 
 
 def draw_tokens(probs_RV: Tensor, rows: Sequence[DraftedRow]) -> list[int]:
-    """sampler.draw_tokens(), with a proposal's token where it is accepted."""
+    """As sampler.draw_tokens, but a row's token is its proposal's if that is accepted."""
     numbers = [uniform(row) for row in rows]
     accepted = _accept(probs_RV, rows, numbers)
     drawn = pick(probs_RV, numbers)
@@ -81,16 +84,20 @@ def draw_tokens(probs_RV: Tensor, rows: Sequence[DraftedRow]) -> list[int]:
 def _accept(
     probs_RV: Tensor, rows: Sequence[DraftedRow], numbers: list[float]
 ) -> dict[int, int]:
-    """{row: its proposal's token}, where that is accepted. For each row with a proposal,
-    probs_RV becomes what is left to draw from, and `numbers` the number to draw with."""
+    """Accept or reject the proposals; return {row: token} for the accepted ones.
+
+    In place, for each row with a proposal: probs_RV becomes what is left to draw from if it is
+    rejected, and its entry of `numbers` the random number for that draw.
+    """
     proposals = {r: row.proposal for r, row in enumerate(rows) if row.proposal is not None}
-    proposals = {r: one for r, one in proposals.items() if one.probs_V is not None}
+    proposals = {r: p for r, p in proposals.items() if p.probs_V is not None}
     if not proposals:
         return {}
     which = list(proposals)
     p_XV = probs_RV[which]
-    q_XV = torch.stack([one.probs_V for one in proposals.values()])
-    token_X1 = torch.tensor([[one.token_id] for one in proposals.values()], device=p_XV.device)
+    q_XV = torch.stack([proposal.probs_V for proposal in proposals.values()])
+    token_ids = [[proposal.token_id] for proposal in proposals.values()]
+    token_X1 = torch.tensor(token_ids, device=p_XV.device)
     p_X, q_X = (
         torch.stack((p_XV, q_XV)).gather(2, token_X1.expand(2, -1, 1)).squeeze(2).tolist()
     )

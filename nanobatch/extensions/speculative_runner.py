@@ -5,12 +5,13 @@ each of them, by the request's own rules and with the random number of that posi
 
     computed    the last token   d1   d2   d3
     sampled                 d1   d2    x    y
-    kept                    d1   d2    x         up to the first that is not the draft's
+    kept                    d1   d2    x         up to the first that differs from the draft
 
-For a token of prompt lookup this is rejection sampling already: it is accepted with the
-probability that the model gives it, and otherwise another is drawn. So the tokens are the very
-ones that come without drafts. A draft model's token comes with the distribution that it was
-drawn from; rejection_sampling.py accepts or rejects it.
+Prompt lookup needs nothing more. The sampled tokens are those that come without drafts; a draft
+token is accepted with the probability that the model gives it.
+
+A draft model's token comes with the distribution that it was drawn from. It is first accepted
+or rejected by the sampler (rejection_sampling.py: draw_tokens).
 
 Always holds: a step yields at least one token for each request that samples.
 
@@ -29,13 +30,18 @@ from nanobatch.attention import PagedAttend
 from nanobatch.batch import Row, pack, row_of
 from nanobatch.config import EngineConfig
 from nanobatch.engine import StepResult
-from nanobatch.extensions.draft_model import Proposals, check_draft_model, fill_in_drafts
-from nanobatch.extensions.rejection_sampling import DraftedRow, drafted_row, draw_tokens
+from nanobatch.extensions.rejection_sampling import (
+    DraftedRow,
+    Proposals,
+    drafted_row,
+    draw_tokens,
+)
 from nanobatch.model_runner import ModelRunner, add_tokens
 from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest
 from nanobatch.sampler import Sampled, sample
+from nanobatch.utils.extensions import load_extension
 
 
 class SpeculativeRunner(ModelRunner):
@@ -57,18 +63,22 @@ class SpeculativeRunner(ModelRunner):
         served: Collection[str] = (),
         draft: Decoder | None = None,
     ):
-        check_draft_model(model, draft, settle_max_model_len(config, model.config))
         self.draft = draft
+        if draft is not None or config.speculative == "draft":
+            setting = f"speculative is {config.speculative!r}"
+            self._drafting = load_extension("draft_model", setting)
+            settled = settle_max_model_len(config, model.config)
+            self._drafting.check_draft_model(model, draft, settled)
         super().__init__(model, config, {*served, "speculative"})
 
     def decoders(self) -> list[Decoder]:
         return [self.model] if self.draft is None else [self.model, self.draft]
 
     def step(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
-        """As a ModelRunner's, with a token more for each draft token that is accepted."""
+        """As ModelRunner.step, with one more token for each draft token that is accepted."""
         proposals: Proposals = {}
         if self.draft is not None:
-            proposals = fill_in_drafts(scheduled, self._draft_logits)
+            proposals = self._drafting.fill_in_drafts(scheduled, self._draft_logits)
         logits_LV = self.compute([_row(s) for s in scheduled])
         sampling = [s for s in scheduled if s.num_logits > 0]
         result = StepResult({}, {}, {})
@@ -82,7 +92,7 @@ class SpeculativeRunner(ModelRunner):
         return result
 
     def _draft_logits(self, rows: Sequence[Row]) -> Tensor:
-        """compute_eagerly(), by the draft model and in its caches."""
+        """Compute rows with the draft model and its caches; return logits, float32 [L, V]."""
         batch = pack(rows, self.config.block_size, self.device)
         caches = self.caches[self.model.config.num_layers :]
         attend = PagedAttend(batch, caches, self.backend)
@@ -91,22 +101,21 @@ class SpeculativeRunner(ModelRunner):
 
 
 def accept(sampled: Sequence[Sampled], draft_token_ids: Sequence[int]) -> Sequence[Sampled]:
-    """Keep the samples up to the first that is not the draft's next token; that one too.
+    """Keep the samples up to the first that differs from the draft, that one included.
 
     Args:
         sampled: after the request's last token, then after each draft token: one more than
             draft_token_ids.
 
     Returns:
-        at least one. An error behind accepted tokens is left out: it comes again in the next
-        step.
+        at least one. An error after accepted tokens is dropped: the next step finds it again.
     """
     kept = []
-    for one, drafted in itertools.zip_longest(sampled, draft_token_ids):
-        if one.error is not None:
+    for token, drafted in itertools.zip_longest(sampled, draft_token_ids):
+        if token.error is not None:
             break
-        kept.append(one)
-        if one.token_id != drafted:
+        kept.append(token)
+        if token.token_id != drafted:
             break
     return kept or sampled[:1]
 
@@ -120,8 +129,8 @@ def _row(s: ScheduledRequest) -> Row:
 
 
 def _sampling_rows(s: ScheduledRequest, proposals: Proposals) -> list[DraftedRow]:
-    """One for each of a request's logits."""
+    """The sampler's rows for a request: one for each token that is sampled, in order."""
     positions = itertools.zip_longest(
         range(s.num_logits), proposals.get(s.request.request_id, ())
     )
-    return [drafted_row(s.request, s.draft_token_ids[:n], one) for n, one in positions]
+    return [drafted_row(s.request, s.draft_token_ids[:n], p) for n, p in positions]

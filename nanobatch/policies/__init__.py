@@ -1,6 +1,6 @@
 """Decisions that the scheduler hands over, one in each module.
 
-    ordering      who is admitted next             FCFS, SJF, Priority
+    ordering      which request is next            FCFS, SJF, Priority
     lengths       how long an output will be       max_tokens, LearnedLengths
     admission     whether there is room            OnDemand, Reserve, Predict
     static_batch  when requests may join           ContinuousBatch, StaticBatch

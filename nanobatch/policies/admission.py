@@ -1,16 +1,17 @@
 """Admission: decide whether a waiting request may start when memory is short.
 
-A running request needs more cache with every token, and nobody knows when it will end. The
+A running request needs more cache with every token, and its length is not known before. The
 rules differ in how many future tokens they count, for those that run and for the newcomer.
 
     tokens so far  [###########]
     on_demand      [###########|#]            one step more; preempt if that was too little
     reserve        [###########|###########]  up to max_tokens; never preempts
-    predict        [###########|####]         up to the expected length. The peak over time, not
-                                              a sum: those that end early make room
+    predict        [###########|####]         up to the expected length. What counts is the peak
+                                              over time: requests that end early make room
 
-Blocks that requests share are counted once for each of them, which is safe. Cached blocks in
-the free list count as needed if the newcomer's prefix hits them.
+A shared block is counted for each request that shares it, so the estimate is never too low. A
+cached block that no table holds is free, but a prefix hit takes it off the free list, so it is
+counted as needed.
 
 Always holds: under "reserve" the pool has room for all running requests until they end; a
 request that could never fit is refused when it is added (`check_fits`).
@@ -33,10 +34,11 @@ from nanobatch.utils.arithmetic import cdiv
 
 
 class Admission(Protocol):
-    """A rule. While a step is planned it is asked about one request after another."""
+    """A rule. The scheduler calls begin() once, before it admits requests in a step; then, for
+    each request in turn, has_room(), and admitted() if the request has joined."""
 
     def begin(self, running: Sequence[Request]) -> None:
-        """A step's admissions begin; `running` already have their blocks for the step."""
+        """A step's admissions begin; those in `running` have their blocks for the step."""
         ...
 
     def has_room(self, request: Request, cached: Sequence[int]) -> bool:
@@ -65,7 +67,7 @@ class _CountsBlocks:
             self.admitted(request)
 
     def has_room(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether all promised blocks are free, with this request's among them."""
+        """Whether the free blocks cover all promises, with this request's among them."""
         num_taken = num_free_among(cached, self.allocator)
         num_new = self.num_blocks(request) - len(cached) + num_taken
         return self.num_promised + num_new <= self.allocator.num_free_blocks
@@ -79,20 +81,20 @@ class OnDemand(_CountsBlocks):
     request only to preempt it at once."""
 
     def num_blocks(self, request: Request) -> int:
-        # The very last token of a request is never computed.
+        # The last token of a request is only output: it is never computed.
         num_tokens = min(request.num_tokens + 1, request.max_total_tokens - 1)
         return cdiv(num_tokens, self.allocator.block_size)
 
 
 class Reserve(_CountsBlocks):
-    """Room until the end, as late as that may be: prompt + max_tokens."""
+    """Room for all tokens that a request may ever have: prompt + max_tokens."""
 
     def num_blocks(self, request: Request) -> int:
         return cdiv(request.max_total_tokens - 1, self.allocator.block_size)
 
 
 class Predict:
-    """Room for the largest size that the cache is expected to reach.
+    """Room for the largest number of tokens that all requests are expected to hold at once.
 
     Args:
         allocator: the pool.
@@ -139,8 +141,8 @@ def expected_peak(requests: Sequence[tuple[float, int]]) -> float:
     Args:
         requests: (tokens to come, tokens now) of each.
 
-    The total grows until a request ends, so the peak is at one of the ends. When the i-th
-    from the last ends, it and those after it have all grown by its tokens to come.
+    The total grows until a request ends, so the peak is just before one of the ends. Before
+    a request with n tokens to come ends, it and all that end later have grown by n each.
     """
     peak = held = 0.0
     for i, (num_left, num_now) in enumerate(sorted(requests, reverse=True)):
@@ -150,7 +152,7 @@ def expected_peak(requests: Sequence[tuple[float, int]]) -> float:
 
 
 def limits(config: EngineConfig) -> dict[str, int]:
-    """What the prompt and output of one request must fit, in tokens, by name."""
+    """{what limits it: most tokens that one request may have, prompt and output}."""
     sizes = {"the pool (num_blocks * block_size)": config.num_blocks * config.block_size}
     if config.max_model_len is not None:
         sizes["max_model_len"] = config.max_model_len
@@ -181,5 +183,5 @@ def make_admission(
 
 
 def num_free_among(cached: Sequence[int], allocator: BlockAllocator) -> int:
-    """How many blocks of a prefix hit nobody holds: the hit takes them off the free list."""
+    """How many blocks of a prefix hit are free: using them takes them off the free list."""
     return sum(allocator.ref_count(block) == 0 for block in cached)

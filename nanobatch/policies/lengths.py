@@ -65,8 +65,8 @@ class LearnedLengths:
         return min(request.max_tokens, self._sums_from[first] / num_longer)
 
 
-def observe(who: object, request: Request) -> None:
+def observe(observer: object, request: Request) -> None:
     """Show a finished request to a policy, rule or prediction, if it has `observe`."""
-    listen = getattr(who, "observe", None)
-    if listen is not None:
-        listen(request)
+    callback = getattr(observer, "observe", None)
+    if callback is not None:
+        callback(request)

@@ -1,8 +1,12 @@
-"""Order the waiting requests: who is admitted next.
+"""Order the waiting requests: which one is admitted next.
 
 A policy is an object with `key(request, now)`; the request with the smallest key goes first,
-ties by arrival. To add one, write the class and give it to the engine: `LLMEngine(policy=...)`.
-If the first in line cannot be admitted, nobody behind it is.
+ties by arrival. If the first in line cannot be admitted, none behind it is.
+
+To try your own, write the class and pass an object of it: `LLMEngine(config, runner,
+policy=obj)`, `Scheduler(config, allocator, policy=obj)` or `simulate(requests, policy=obj)`.
+`LLM()` and bench.py take names only. A name goes into config.POLICIES and make_policy() here;
+bench/README.md has an example, and the rest.
 
     waiting, by arrival       r3 (4 s)   r4 (3 s)   r5 (1 s)   r6 (0 s)       max_wait 2 s
     tokens left to compute      900        120         30         40
@@ -11,7 +15,7 @@ If the first in line cannot be admitted, nobody behind it is.
     "sjf" with max_wait         1          2           3          4           r3, r4 are overdue
 
 Always holds (invariant 9): a request that has waited max_wait goes before all that have not,
-in order of arrival, under any policy. So nobody starves.
+in order of arrival, under any policy. So no request starves.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Sources: Orca (Yu et al., OSDI 2022)
 for FCFS; FastServe (Wu et al., 2023) and learning to rank (Fu et al., NeurIPS 2024) for

@@ -27,10 +27,10 @@ Copies = list[tuple[int, int]]  # pairs of block ids, (from, to)
 
 
 class Preemption(Protocol):
-    """What the scheduler asks. The copies go into the plan, for the runner to make."""
+    """What the scheduler calls. The copies go into the plan; the runner makes them."""
 
     def evict(self, request: Request) -> Copies:
-        """Take the blocks of a request; return the copies (device, host) to make first."""
+        """Free the blocks of a request; return the copies (device, host) to make first."""
         ...
 
     def resume(self, request: Request) -> Copies:
@@ -42,11 +42,11 @@ class Preemption(Protocol):
         ...
 
     def begin_step(self) -> Sequence[Request]:
-        """A step is planned next; return running requests that lost their cache since."""
+        """A step is planned next; return the running requests whose cached tokens were lost."""
         ...
 
     def end_step(self) -> None:
-        """The step was computed, with its copies."""
+        """The step was computed, and its copies were made."""
         ...
 
 

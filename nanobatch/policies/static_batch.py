@@ -9,8 +9,10 @@ A static batch is gathered once, from the requests that wait when it is empty. P
 take several steps. A finished request gives back its blocks at once and keeps its slot (a dot)
 until all have finished: padding, which a padded batch computes like any other row.
 
-Always holds: nobody joins a static batch after a step in which anything but the token budget
-stopped a request from joining.
+The batch stops taking requests once a step has budget left over, or preempts: then not the
+budget but seats, blocks or an empty queue ended the admissions.
+
+Always holds: nothing joins a static batch once it has stopped, until all in it have finished.
 
 Taught in notebooks/02_static_batching.ipynb. Source: Orca (Yu et al., OSDI 2022), section 3.
 """
@@ -34,7 +36,7 @@ class Batching(Protocol):
         ...
 
     def planned(self, plan: SchedulerOutput, budget: int) -> None:
-        """The step's admissions are over; `budget` tokens were not given to anyone."""
+        """The step is planned; `budget` tokens are left over."""
         ...
 
     def leave(self, request: Request, running: list[Request]) -> None:
