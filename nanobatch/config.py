@@ -1,7 +1,7 @@
 """The engine's settings. (The shape of a model is in models/config.py.)
 
-A frozen dataclass that checks itself when it is built, so that nobody else has to.
-`dataclasses.replace` checks again.
+A frozen dataclass that checks itself when it is built; `dataclasses.replace` checks again. No
+other module has to.
 
 Always holds: every field is of its type and in its range, and the fields agree with each
 other. An error names the field, the value and what is allowed.
@@ -52,26 +52,29 @@ class EngineConfig:
         max_num_seqs: most requests in `running` at once.
         max_num_batched_tokens: the token budget of one step.
         max_model_len: most tokens of a request, prompt and output; None: the model's own.
-        batching: "continuous": anyone may join at any step; "static": a batch is gathered
+        batching: "continuous": requests may join at any step; "static": a batch is gathered
             once, and runs until its last request has finished.
         policy: "fcfs": first come, first served; "sjf": shortest job first; "priority": lower
             first, then arrival (policies/ordering.py).
         max_wait: seconds after which a waiting request comes first under any policy.
-        admission: "on_demand": enter on what is needed now, preempt when that was wrong;
-            "reserve": enter if prompt + max_tokens fit to the end; "predict": enter if the
-            expected peak of all fits (policies/admission.py).
+        admission: when a request may join. "on_demand": if its next tokens fit; preempt when
+            memory runs out later. "reserve": if prompt + max_tokens fit. "predict": if the
+            expected peak of all requests fits (policies/admission.py).
         enable_chunked_prefill: a prompt may be computed over several steps.
-        enable_prefix_caching: full blocks are found again by what is in them.
-        preemption: "recompute": a preempted request starts anew from its tokens; "swap": its
-            blocks wait in host memory, as far as num_host_blocks go (policies/preemption.py).
-        speculative: who guesses tokens to come, for one step to check several: None; "ngram":
-            what followed in the request before (speculative.py); "draft": a small model
-            (extensions/draft_model.py). It changes no output in float32.
-        num_speculative_tokens: most tokens of a guess.
-        draft_model: what LLM() loads for "draft"; a model with the same vocabulary.
-        prompt_lookup_max, prompt_lookup_min: how many last tokens "ngram" looks for.
+        enable_prefix_caching: requests share the full blocks of a common prefix.
+        preemption: "recompute": a preempted request computes its tokens again; "swap": its
+            blocks are copied to host memory, while num_host_blocks last
+            (policies/preemption.py).
+        speculative: where drafts come from, the guessed tokens that one step checks. None: no
+            drafts. "ngram": what followed the same tokens earlier in the request
+            (extensions/speculative.py). "draft": a small model (extensions/draft_model.py).
+            In float32 greedy outputs are the same with and without.
+        num_speculative_tokens: most tokens of a draft.
+        draft_model: the name of the model for "draft"; it has the same vocabulary.
+        prompt_lookup_max, prompt_lookup_min: the most and the fewest last tokens that "ngram"
+            searches for.
         attention_backend: "torch", "triton" (on a CPU only in Triton's interpreter) or "c" (on
-            a CPU with a C compiler); "auto" is the best there is on the device.
+            a CPU with a C compiler); "auto" is the fastest that the device can run.
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
         device: "cpu" or "cuda"; "auto" is a GPU where there is one.
         dtype: of weights, and of the cache unless that is in 8 bits; "auto" on a GPU is
@@ -80,9 +83,9 @@ class EngineConfig:
         kv_cache_dtype: "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9 on): keys
             and values in 8 bits, with a scale for each token and KV head; "auto": as dtype.
         gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
-        tensor_parallel_size: processes that share one model, a GPU or some cores for each; as
-            many as torchrun has started (extensions/tensor_parallel.py).
-        seed: of the random streams of requests that bring no seed.
+        tensor_parallel_size: processes that share one model, each with a GPU or some cores;
+            as many as torchrun has started (extensions/tensor_parallel.py).
+        seed: for the random streams of requests that have no seed themselves.
 
     Raises:
         ValueError: a field is out of its range, or two fields contradict each other.

@@ -2,7 +2,7 @@
 
     add_request ---> Scheduler.waiting
     step():
-      plan   = scheduler.schedule(now)            who computes how many tokens
+      plan   = scheduler.schedule(now)            how many tokens each request computes
       result = runner.run(plan)                   the only part that needs a model
       done   = scheduler.update(plan, ids, now)   append, finish, free
       detokenize ---> RequestOutput
@@ -220,7 +220,7 @@ class LLMEngine:
         self.scheduler.update(plan, result.token_ids, now)
         counts = [self._take_tokens(request, result, now) for request in live]
         self.stats.count_output(counts)
-        if 0 in counts:  # of a prompt's chunk
+        if 0 in counts:  # a chunk of a prompt gives no token
             live = [r for r, num_new in zip(live, counts, strict=True) if num_new > 0]
         return failed + live
 
@@ -236,7 +236,7 @@ class LLMEngine:
         return num_new
 
     def output(self, request: Request) -> RequestOutput:
-        """What to show of a request now. A finished one is forgotten with it."""
+        """A request's output so far. A finished request is forgotten by this call."""
         output = self._outputs[request.request_id].take()
         if request.is_finished:
             self._forget(request)

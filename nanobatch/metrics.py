@@ -29,7 +29,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """The p-th percentile (0 to 100), interpolated linearly as numpy does; 0 of nothing."""
+    """The p-th percentile (0 to 100), interpolated linearly as numpy does; 0 if empty."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -71,11 +71,11 @@ class InterTokenLatencies:
 
     @property
     def mean(self) -> float:
-        """Seconds; 0 of nothing."""
+        """Seconds; 0 if there are none."""
         return self._sum / self._count if self._count else 0.0
 
     def percentile(self, p: float) -> float:
-        """Seconds, to half a percent; 0 of nothing."""
+        """Seconds, to half a percent; 0 if there are none."""
         rank, seen = p / 100 * self._count, 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -149,7 +149,7 @@ class EngineStats:
 
     num_steps: steps that computed something.
     num_tokens: tokens computed.
-    num_rows: turns: one for each request and step.
+    num_rows: turns; a turn is one request's part in one step.
     num_padding: turns of finished requests that kept their slot in a static batch.
     num_preemptions: how often a request lost its blocks.
     num_swapped_blocks: blocks copied to the host and back.

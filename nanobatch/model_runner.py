@@ -107,8 +107,8 @@ class ModelRunner:
         result = StepResult({}, {}, {})
         if sampling:
             sampled = sample(logits_SV, [sampling_row(r) for r in sampling], self.backend)
-            for request, one in zip(sampling, sampled, strict=True):
-                add_tokens(result, request.request_id, [one])
+            for request, token in zip(sampling, sampled, strict=True):
+                add_tokens(result, request.request_id, [token])
         return result
 
     def compute_eagerly(self, rows: Sequence[Row]) -> Tensor:
@@ -160,6 +160,6 @@ def add_tokens(result: StepResult, request_id: str, sampled: Sequence[Sampled]) 
     if sampled[0].error is not None:
         result.errors[request_id] = sampled[0].error
         return
-    result.token_ids[request_id] = [one.token_id for one in sampled]
+    result.token_ids[request_id] = [token.token_id for token in sampled]
     if sampled[0].logprobs is not None:
-        result.logprobs[request_id] = [one.logprobs for one in sampled]
+        result.logprobs[request_id] = [token.logprobs for token in sampled]

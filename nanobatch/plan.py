@@ -1,6 +1,6 @@
 """One step's plan, in plain Python: the scheduler makes it, a runner computes it.
 
-    SchedulerOutput    the step: its entries, who was preempted, blocks to copy
+    SchedulerOutput    the step: its entries, preempted requests, blocks to copy
     ScheduledRequest   one entry: a request, and how many of its tokens are computed
     StepResult         what the runner gives back: tokens, log-probabilities, errors
     StepHook           what an extension may add to a step
@@ -75,7 +75,7 @@ class SchedulerOutput:
 
 @dataclass
 class StepResult:
-    """What a runner made of a plan.
+    """What a runner returns for a plan.
 
     token_ids: the sampled tokens by request id, for the entries that sample.
     logprobs: by request id, one {token_id: log-probability} for each sampled token.

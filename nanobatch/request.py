@@ -43,14 +43,14 @@ class SamplingParams:
         seed: of this request's own random stream; None: from the engine's seed and the
             order of arrival.
         max_tokens: most tokens to generate.
-        min_tokens: the first min_tokens tokens end nothing: stop ids cannot be sampled
-            and stop strings do not count.
+        min_tokens: nothing stops the request before so many tokens: until then stop ids are
+            not sampled and stop strings are ignored.
         stop: strings that end the text; it is cut where the string begins. A single string
             is one stop.
         stop_token_ids: tokens that end the request, also under ignore_eos.
         ignore_eos: go on after the end-of-text token.
-        logprobs: None: none; k: for each token the k best log-probabilities and its own, of
-            the raw logits (before penalties, temperature and the rest).
+        logprobs: None: none; k: at each position the log-probabilities of the k likeliest
+            tokens and of the chosen one, by the raw logits (before penalties and temperature).
         presence_penalty: subtracted once from the logit of a token that is in the output.
         frequency_penalty: subtracted once for each time that the token is in the output.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens

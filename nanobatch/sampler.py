@@ -40,7 +40,7 @@ NOTHING_LEFT = "penalties and min_tokens leave no token to sample"
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What the sampler must know of the request behind one row of logits.
+    """What the sampler needs to know about the request of one row of logits.
 
     params: its SamplingParams. prompt_token_ids, output_token_ids: its tokens so far.
     stop_token_ids: not sampled before min_tokens. seed: of its random stream.
@@ -93,15 +93,15 @@ def sample(
     # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
     is_number_S = raw_SV.amax(dim=-1).isfinite()
     is_ok_S = is_number_S & logits_SV.gather(1, best_S1).squeeze(1).isfinite()
-    # Together: each look at a GPU's numbers waits for all of its work.
+    # In one transfer, since reading a GPU's numbers waits for all of its work.
     tokens, is_number, is_ok = torch.stack(
         (best_S1.squeeze(1), is_number_S.long(), is_ok_S.long())
     ).tolist()
     random_rows = [i for i, row in enumerate(rows) if is_ok[i] and row.params.temperature > 0]
     if random_rows:
-        some = [rows[i] for i in random_rows]
+        drawn_rows = [rows[i] for i in random_rows]
         draw = draw_tokens if draw is None else draw
-        drawn = draw(probabilities(logits_SV[random_rows], some), some)
+        drawn = draw(probabilities(logits_SV[random_rows], drawn_rows), drawn_rows)
         for i, token_id in zip(random_rows, drawn, strict=True):
             tokens[i] = token_id
     return [
@@ -157,7 +157,7 @@ def draw_tokens(probs_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """float64 [R, V]: the distribution of each row's next token, by its temperature and what
     min_p, top_k and top_p keep."""
-    # In double, and the maximum taken off before the division: no temperature overflows.
+    # In float64, and the maximum subtracted before the division: no temperature overflows.
     logits_RV = logits_RV.double() - logits_RV.amax(dim=-1, keepdim=True)
 
     def column(name: str) -> Tensor:
@@ -175,8 +175,8 @@ def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def pick(probs_RV: Tensor, numbers: Sequence[float]) -> list[int]:
-    """The token of each row at which the cumulative probability (of a sum of any size) passes
-    the row's number in [0, 1)."""
+    """The token of each row at which the cumulative probability passes the row's number in
+    [0, 1). A row of probs_RV may have any sum: the number is a share of it."""
     cumulative_RV = probs_RV.cumsum(dim=-1)
     total_R1 = cumulative_RV[:, -1:]
     draw_R1 = probs_RV.new_tensor([[number] for number in numbers])
@@ -200,8 +200,10 @@ def _keep_top(probs_XV: Tensor, top_k_X1: Tensor, top_p_X1: Tensor) -> Tensor:
 
 
 def uniform(row: SamplingRow, use: str = "") -> float:
-    """The row's next number in [0, 1): 53 bits of a hash of its seed and its position, and of
-    what it is used for, if not the only draw of a token."""
+    """The row's next random number in [0, 1): 53 bits of a hash of its seed and position.
+
+    use: names the draw, where one token needs several.
+    """
     text = f"{row.seed}:{len(row.output_token_ids)}{use}".encode()
     bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11
     return bits / 2**53

@@ -65,9 +65,9 @@ FLAGS = {
     "num_blocks": {"type": int, "help": "of the pool (default: what the GPU holds)"},
     "num_host_blocks": {"type": int, "help": "in host memory, for --preemption swap"},
     # All requests have the same priority here, so that policy is left out.
-    "policy": {"choices": ("fcfs", "sjf"), "help": "who is next"},
+    "policy": {"choices": ("fcfs", "sjf"), "help": "which request is next"},
     "max_wait": {"type": float, "metavar": "SECONDS", "help": "after which a request is next"},
-    "admission": {"choices": ADMISSIONS, "help": "who may enter when memory is short"},
+    "admission": {"choices": ADMISSIONS, "help": "which may enter when memory is short"},
     "preemption": {"choices": PREEMPTIONS, "help": "how blocks are reclaimed"},
     "attention_backend": {"choices": ATTENTION_BACKENDS},
     "kv_cache_dtype": {"choices": KV_CACHE_DTYPES, "help": "int8, fp8: in 8 bits"},

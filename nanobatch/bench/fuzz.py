@@ -32,8 +32,6 @@ from nanobatch.bench import flags, report
 from nanobatch.bench.static_batching import PaddedAttend
 from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, EngineConfig
 from nanobatch.engine import LLMEngine
-from nanobatch.extensions.cpu import library as cpu_library
-from nanobatch.extensions.quantized_cache import FP8_CAPABILITY
 from nanobatch.kernels.ops import HAS_TRITON
 from nanobatch.llm import build_runner
 from nanobatch.models.decoder import Decoder
@@ -44,6 +42,7 @@ from nanobatch.simulation.replica import VirtualClock
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.checks import check_float
 from nanobatch.utils.device import resolve_device
+from nanobatch.utils.extensions import load_extension
 
 NOISE = 1e-3  # on the logits; many times what two orders of float32 sums differ by
 # The same, where the last bit of a sum decides how a key is rounded to 8 bits.
@@ -184,13 +183,13 @@ class Fuzz:
     def _backends(self) -> list[str]:
         if self.model.embed.weight.is_cuda:
             return ["torch", "triton"] if HAS_TRITON else ["torch"]
-        return ["torch", "c"] if cpu_library.compiler() else ["torch"]
+        has_compiler = load_extension("cpu", "bench.py check").CBackend.has_compiler()
+        return ["torch", "c"] if has_compiler else ["torch"]
 
     def _cache_dtypes(self) -> list[str]:
         weight = self.model.embed.weight
-        is_old = weight.is_cuda and (
-            torch.cuda.get_device_capability(weight.device) < FP8_CAPABILITY
-        )
+        least = load_extension("quantized_cache", "bench.py check").FP8_CAPABILITY
+        is_old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < least
         return ["auto", "auto", "int8"] + ([] if is_old else ["fp8"])
 
     def _draw_asks(self) -> list[Ask]:

@@ -25,6 +25,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,11 +35,13 @@ from nanobatch.bench.passes import Run, run_engine, run_static
 from nanobatch.bench.rungs import make_rungs
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
-from nanobatch.extensions.ranks import Ranks
 from nanobatch.llm import build_runner, join_ranks, load_model
 from nanobatch.models.decoder import Decoder
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.device import resolve_device, resolve_dtype
+
+if TYPE_CHECKING:
+    from nanobatch.extensions.ranks import Ranks
 
 SMALL_MODEL = 10_000_000  # parameters; its products are too small to be shared between cores
 MODEL = {"model": "tiny", "dtype": "float32", "device": "auto", "threads": None}
@@ -57,7 +60,7 @@ def make_ladder(
         model: with its weights.
         longest: tokens of the longest request, prompt and output.
         config: block_size, max_num_seqs, the budget of the chunked rungs, cuda_graphs; of the
-            continuous rungs the policy, the admission, the paged cache and who reads it.
+            continuous rungs the policy, the admission, the paged cache and its backend.
         ranks: the processes that share the model, if there are several.
     """
     slots = config.max_num_seqs

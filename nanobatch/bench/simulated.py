@@ -62,8 +62,11 @@ REPORT = {"goodput": None, "save_json": None, "plot": None}
 
 @dataclass(frozen=True)
 class System:
-    """One line of a comparison. policy makes one anew, as policies may learn; a router makes it
-    a line of several replicas."""
+    """One line of a comparison.
+
+    policy: makes a new policy for each run, since policies may learn. router: with one, the
+    system has several replicas.
+    """
 
     config: EngineConfig
     policy: Callable[[], Policy] | None = None
@@ -76,7 +79,7 @@ def ladder(config: EngineConfig, longest: int) -> dict[str, System]:
 
 
 def admissions(config: EngineConfig, longest: int) -> dict[str, System]:
-    """Who may enter when memory is short."""
+    """Which requests may enter when memory is short."""
     static = replace(config, batching="static", admission="reserve")
     names = ("on_demand", "reserve", "predict")
     return {"static": System(static)} | {
@@ -85,7 +88,7 @@ def admissions(config: EngineConfig, longest: int) -> dict[str, System]:
 
 
 def policies(config: EngineConfig, longest: int) -> dict[str, System]:
-    """Who is next. max_wait is config's, or 10 seconds."""
+    """Which request is next. max_wait is config's, or 10 seconds."""
     max_wait = 10.0 if config.max_wait is None else config.max_wait
     config = replace(config, max_wait=None)
     waits = replace(config, max_wait=max_wait)
@@ -128,8 +131,8 @@ def requests_of(items: Iterable[WorkItem], max_tokens: int | None) -> Iterator[R
 
     Args:
         items: in order of arrival.
-        max_tokens: what each asks for, though its text ends earlier; None: it asks for exactly
-            what it gets, as nobody can in earnest.
+        max_tokens: what each asks for, though its text may end earlier; None: each asks for
+            exactly what it gets, which a real user cannot know.
     """
     for i, item in enumerate(items):
         asked = item.num_output_tokens if max_tokens is None else max_tokens

@@ -130,7 +130,7 @@ def _serve(
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `bench.py speculative`."""
-    text = "who guesses: prompt lookup, or a draft model (default: ngram)"
+    text = "what guesses: prompt lookup, or a draft model (default: ngram)"
     parser.add_argument(
         "speculative", nargs="?", default="ngram", choices=SPECULATIONS[1:], help=text
     )

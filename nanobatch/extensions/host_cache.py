@@ -50,5 +50,5 @@ def _copy(
 ) -> None:
     if pairs:
         from_ids, to_ids = torch.tensor(pairs).unbind(dim=1)
-        for one, other in zip(source, target, strict=True):
-            one.copy_blocks(from_ids, other, to_ids)
+        for source_layer, target_layer in zip(source, target, strict=True):
+            source_layer.copy_blocks(from_ids, target_layer, to_ids)

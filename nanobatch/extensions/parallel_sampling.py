@@ -22,7 +22,7 @@ from nanobatch.request import Request, RequestStatus
 
 
 def split(parent: Request, allocator: BlockAllocator) -> list[Request]:
-    """Make the n requests that stand for one whose params.n is n."""
+    """Make n requests, one for each sample, from a request with params.n = n."""
     params = parent.params
     samples = [
         Request(

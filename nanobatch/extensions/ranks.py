@@ -1,7 +1,7 @@
 """The processes that share one model, and what they tell each other.
 
 torchrun starts them, with a GPU or some cores for each. Every rank runs the whole engine: the
-program calls all of them alike, and all make the same plans. Nobody is told what to do.
+program calls all of them alike, and all make the same plans. No rank directs the others.
 
 A rank that dies closes its connections: on a CPU the others' next exchange raises. On GPUs
 NCCL waits for it until TIMEOUT, or until torchrun notices and ends the others.
@@ -84,7 +84,7 @@ class Ranks:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """For work that can fail on one rank alone. That rank then leaves the group, and the
-        others' next exchange raises: there is no way back, but nobody waits in vain."""
+        others' next exchange raises. The group cannot go on, but no rank waits for ever."""
         if not dist.is_initialized():
             raise RuntimeError("a rank has failed; the others cannot go on without it")
         try:

@@ -7,19 +7,19 @@ costs little more, if their values are guessed before:
     draft                                             sat on the mat
     computed here                                 cat sat on the mat    5 tokens, 5 logits
     the model says                                    sat on a
-    kept                                              sat on a          2 drafts, 1 of its own
+    kept                                              sat on a          2 drafts, 1 of the model
 
 A draft is more tokens for the scheduler's one line of arithmetic, computed like any others
 after the request's last token. The tokens that the model samples after each of them are kept
-up to the first that differs from the draft; the rest was computed for nothing. So a request
-gets at least its one token a step.
+up to the first that differs from the draft; the rest is discarded. So a request gets at least
+one token a step.
 
 Drafts come from the request itself (prompt lookup: what followed the last time?) or from a
 small model with the same vocabulary (draft_model.py).
 
 Always holds: a draft decides only how many tokens a step yields. Greedy tokens are the same as
 without drafts, and so are all tokens with prompt lookup; with a draft model samples have the
-same distribution. Drafts preempt nobody and delay nobody's admission.
+same distribution. Drafts cause no preemption and delay no admission.
 
 Seam: StepHook in plan.py. Source: speculative decoding (Leviathan et al., ICML 2023; Chen
 et al., 2023); prompt lookup decoding (Saxena, 2023), vLLM's n-gram proposer.
@@ -65,8 +65,11 @@ class DraftHook:
                 del request.block_table[num_blocks:]
 
     def end_step(self, plan: SchedulerOutput, budget: int) -> None:
-        """Add drafts for requests that decode, as far as the budget and the blocks go that no
-        running request needs in this step or, if all drafts are accepted, in the next."""
+        """Add drafts to requests that decode, while the budget and spare blocks last.
+
+        A block is spare if no running request needs it in this step or, with all drafts
+        accepted, in the next.
+        """
         config, allocator = self.scheduler.config, self.scheduler.allocator
         running = [r for r in self.scheduler.running if r.status is RequestStatus.RUNNING]
         look_ahead = OnDemand(allocator)
@@ -83,7 +86,7 @@ class DraftHook:
                 config.num_speculative_tokens,
                 budget,
                 (num_blocks + num_spare) * config.block_size - num_next,
-                # The very last token of a request is never computed.
+                # The last token of a request is only output: it is never computed.
                 request.max_total_tokens - num_next,
             )
             if most <= 0:
@@ -132,7 +135,7 @@ class PromptLookup:
 
     def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
         """At most `most` tokens; none if nothing repeats. 4,000 tokens take 0.1 ms."""
-        text = array("q", token_ids)  # as bytes, which C searches for us
+        text = array("q", token_ids)  # as bytes, since bytes.rfind is fast
         width, text = text.itemsize, text.tobytes()
         for n in range(min(self.longest, len(token_ids) - 1), self.shortest - 1, -1):
             end = _find_before(text, n, width)

@@ -42,9 +42,10 @@ class Swap(Recompute):
     def __init__(self, allocator: BlockAllocator, num_host_blocks: int):
         super().__init__(allocator)
         self.host = BlockAllocator(num_host_blocks, 1, enable_prefix_caching=False)
-        self.unconfirmed: list[Request] = []  # whose copies the current step makes
+        self.unconfirmed: list[Request] = []  # their copies are made in the current step
 
     def evict(self, request: Request) -> Copies:
+        """Move a request to host memory, if it fits; else free its blocks for recompute."""
         num_blocks = cdiv(request.num_computed_tokens, self.allocator.block_size)
         if not 0 < num_blocks <= self.host.num_free_blocks:
             return super().evict(request)
@@ -72,7 +73,7 @@ class Swap(Recompute):
             request.host_block_table = []
 
     def begin_step(self) -> list[Request]:
-        """If the last step failed, recompute the requests whose copies it should have made."""
+        """If the last step failed, recompute the requests that wait for its copies."""
         unfinished = [request for request in self.unconfirmed if not request.is_finished]
         running = [r for r in unfinished if r.status is RequestStatus.RUNNING]
         for request in unfinished:

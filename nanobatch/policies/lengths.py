@@ -1,7 +1,7 @@
-"""Predict how many tokens a request will put out, from its parameters or from experience.
+"""Predict how many tokens a request will generate, from its parameters or from experience.
 
-A prediction is any function from a request to the output tokens expected of it in all. SJF
-orders by it, and the admission rule "predict" counts memory with it.
+A prediction is any function from a request to its expected output tokens in all. SJF orders by
+it, and the admission rule "predict" counts memory with it.
 
     lengths of finished requests      4   9   30   41        the request has 10 tokens so far
     longer than that                          30   41   ->   35.5 expected

@@ -1,4 +1,4 @@
-"""How long a step takes on a GPU that need not be there.
+"""How long a step takes on a GPU: calculated, so that no GPU is needed.
 
 A step is a sum of parts, each bounded by memory or by arithmetic:
 
@@ -16,8 +16,8 @@ The two bounds of a part do not meet in a sharp corner. Near it both count, and 
 
 fits measured times better than their maximum. Products work on tiles, so tokens are rounded
 up to TILE. The efficiencies and p of A100 and H100 are fitted to measured times of Llama-2-7B's
-layers (Vidur's profiles; tests/test_simulator.py prints the fit); those of the other GPUs are
-taken over from them, and so are guesses.
+layers (Vidur's profiles; tests/simulation/test_simulator.py prints the fit). Those of
+the other GPUs are guesses from these two.
 
 Plain arithmetic, without torch. Taught in notebooks/01_why_decoding_is_slow.ipynb. Sources: the
 roofline model (Williams et al., 2009); Vidur (Agrawal et al., MLSys 2024).
@@ -35,14 +35,14 @@ from nanobatch.utils.arithmetic import cdiv, keys_seen
 TILE = 64  # tokens of one tile of a matrix product
 ITEMSIZE = 2  # bytes: weights, and the cache unless it is in 8 bits
 ATTENTION_EFFICIENCY = 0.6  # of the flop rate that products reach
-# Numbers that norms, RoPE, activation and additions move for a token and layer, in hidden sizes
-# beside the activation's three intermediate ones; and how many kernels they are. Fitted.
+# Norms, RoPE, activation and additions: the numbers they move for a token and layer, in hidden
+# sizes (the activation's three intermediate sizes are extra), and their kernels. Fitted.
 OTHER_HIDDEN, OTHER_KERNELS = 25, 5
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU can do, by its data sheet, and how much of that is reached.
+    """What a GPU can do by its data sheet, and the share of it that is reached.
 
     memory: bytes. bandwidth: bytes/s. flop_rate: 16-bit dense FLOP/s. link: bytes/s to its
     neighbours. bus: bytes/s to the host. The efficiencies are shares of bandwidth and rate;
@@ -111,7 +111,7 @@ class CostModel:
                 keys, scores = keys_seen(start, n, window)
                 num_keys += keys
                 num_scores += scores
-        for request in plan.padding:  # it goes on being computed, for nobody
+        for request in plan.padding:  # still computed, then discarded
             num_tokens += 1
             num_logits += 1
             num_keys += request.num_tokens
@@ -123,8 +123,8 @@ class CostModel:
     def seconds(
         self, num_tokens: int, num_keys: int, num_scores: int, num_logits: int
     ) -> float:
-        """The time of a step by what it computes: tokens, keys read (a layer), scores (a
-        layer and head), and rows that go through lm_head."""
+        """The time of a step from its counts: tokens, keys read in each layer, scores of each
+        layer and head, and rows that go through lm_head."""
         model, tp = self.model, self.tensor_parallel_size
         layer = self.products_seconds(num_tokens) + self.other_seconds(num_tokens)
         kv_bytes = num_keys * self._token_bytes / model.num_layers
@@ -155,7 +155,7 @@ class CostModel:
         return self._smooth_max(num_numbers * ITEMSIZE / tp, flops / tp)
 
     def other_seconds(self, num_tokens: int) -> float:
-        """What lies between the products of one layer."""
+        """All that is not a matrix product or attention, in one layer."""
         model, gpu = self.model, self.gpu
         numbers = 3 * model.intermediate_size + OTHER_HIDDEN * model.hidden_size
         num_bytes = num_tokens * numbers * ITEMSIZE / self.tensor_parallel_size

@@ -1,17 +1,17 @@
-"""One engine on virtual time: the real engine, over a runner that only lets time pass.
+"""One engine on virtual time: the real engine, over a runner that only advances the clock.
 
     requests --add--> LLMEngine --plan--> SimulatedRunner --cost model--> VirtualClock
                           ^------------ end_step, tokens without meaning ----|
 
-A replica is moved from one point in time to the next, so that many can live side by side and be
-looked at in between. That is why it begins and ends a step apart: at a time within a step, the
-plan is made and its tokens have not come yet.
+A replica advances from one time to the next, so that several can run side by side and a router
+can look at them in between. That time may lie within a step: then the plan is made, and its
+tokens are not known yet. So a step begins and ends in two calls.
 
 Always holds: a request that arrives when a step would begin may join that step; the steps are
 those of an engine that takes in all that has arrived before it plans.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Source: Vidur (Agrawal et al., MLSys
-2024), whose replicas are moved on by events likewise.
+2024), whose replicas advance by events too.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class SimulatedRunner:
 
     Args:
         cost_model: says how long a plan takes.
-        clock: is moved on by that.
-        output_lens: by request id, after how many tokens the text ends by itself, with a stop
-            token; a request that is not in it goes on to max_tokens.
+        clock: is advanced by that time.
+        output_lens: by request id, the number of tokens after which a stop token ends the
+            text; a request that is not in it ends at max_tokens.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SimulatedRunner:
         self.output_lens = {} if output_lens is None else output_lens
 
     def run(self, plan: SchedulerOutput) -> StepResult:
-        """A token for each request that samples: one without meaning, or a stop token."""
+        """A token for each request that samples: a meaningless one, or a stop token."""
         self.clock.sleep_until(self.clock.now() + self.cost_model.step_seconds(plan))
         sampling = [entry.request for entry in plan.scheduled if entry.samples]
         tokens = dict.fromkeys([request.request_id for request in sampling], SOME_TOKEN)
@@ -80,7 +80,7 @@ class StepRecord(NamedTuple):
 
 @dataclass
 class SimulationResult:
-    """What came of a simulation.
+    """The result of a simulation.
 
     metrics: under the keys of bench.py's JSON (metrics.summarize), and utilizations.
     timeline: one record a step, if it was kept.
@@ -143,7 +143,7 @@ class Replica:
         self.num_unfinished += 1
 
     def num_hit_tokens(self, request: Request) -> int:
-        """Tokens of its prompt that the prefix cache has now."""
+        """Tokens of the request's prompt that the prefix cache has now."""
         allocator = self.engine.scheduler.allocator
         found = allocator.match_prefix(request.token_ids, request.cache_salt)
         return len(found) * allocator.block_size
@@ -193,7 +193,7 @@ class Replica:
     def result(
         self, duration: float, goodput: Mapping[str, float] | None = None
     ) -> SimulationResult:
-        """What came of it, with rates over duration (seconds)."""
+        """The results so far, with rates over duration (seconds)."""
         metrics = summarize_all([self], duration, goodput)
         return SimulationResult(metrics, self._timeline, self.requests)
 

@@ -6,12 +6,12 @@ new ones, and multiplies. However it is programmed, it takes at least
     seconds = max(bytes / bandwidth, operations / rate)            the roofline
 
     decode, batch 1     2 operations for each weight read: the bandwidth decides
-    decode, batch 64    128 for each weight, still 4 for each key and value of a group of 4
+    decode, batch 64    128 for each weight, but 8 for each number of the cache (groups of 4)
     prefill             2 x tokens for each weight: the matrix rate decides
 
 What is left out is small: norms, biases, activations (which a fused engine keeps on the chip),
-embeddings (a row for each token). Of a mixture of experts the least is that all tokens choose
-the same ones. Plain arithmetic, without torch.
+embeddings (a row for each token). A mixture of experts does the least work when all tokens
+choose the same experts. Plain arithmetic, without torch.
 
 Taught in notebooks/01_why_decoding_is_slow.ipynb. Source: the roofline model (Williams,
 Waterman and Patterson, CACM 2009).
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 def weights_of_layers(model: ModelConfig) -> int:
-    """How many weights the matrix products of all layers have, as one token meets them."""
+    """The weights of all layers' matrix products; of experts, those that one token uses."""
     E, D = model.hidden_size, model.head_dim
     qkv = E * (model.num_heads + 2 * model.num_kv_heads) * D
     o = model.num_heads * D * E
@@ -48,7 +48,7 @@ def weights_of_layers(model: ModelConfig) -> int:
 
 
 def _mlp_weights(model: ModelConfig, layer: int) -> int:
-    """gate, up and down; or the router, and those of the experts that a token goes through."""
+    """gate, up and down; or the router, and the experts that one token uses."""
     E = model.hidden_size
     if model.has_experts(layer):
         num_chosen = model.num_experts_per_tok

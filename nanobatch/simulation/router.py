@@ -1,7 +1,7 @@
 """Routers: choose which of several engines a request goes to.
 
 A router is an object with `choose(request, replicas) -> index`. It is asked when a request
-arrives, in order of arrival, and sees each replica as it is then. Three of them:
+arrives, in order of arrival, and sees the state of each replica at that time. Three of them:
 
     replica                  0         1         2
     requests given          12        12        11
@@ -14,7 +14,7 @@ arrives, in order of arrival, and sees each replica as it is then. Three of them
                                                        loads are not far apart
 
 Load is the number of unfinished requests, as in SGLang's router, which knows it without asking.
-The number of tokens left would say more, but nobody knows how long the outputs will be, and
+The number of tokens left would say more, but the length of an output is not known before, and
 max_tokens is mostly the client's default. Among equally loaded replicas the one that was given
 the fewest requests so far is taken. Otherwise the first would get every new prefix when all are
 idle.
@@ -41,7 +41,7 @@ ROUTERS = ("round_robin", "least_loaded", "prefix_aware")
 class View(Protocol):
     """What a router sees of a replica (replica.Replica has it).
 
-    num_given, num_unfinished: requests, in all and still there.
+    num_given: requests given to it so far. num_unfinished: those that have not ended yet.
     """
 
     num_given: int
@@ -83,8 +83,8 @@ class PrefixAware:
         cache_threshold: the least share of the prompt, exclusive, that makes a hit worth it.
         balance_abs_threshold, balance_rel_threshold: loads are far apart if the largest is
             more than the smallest by more than this many requests and by more than this factor.
-            Then the cache counts for nothing, so that a prefix that everybody has does not
-            drown one replica while others idle.
+            Then the cache counts for nothing, so that a prefix that all requests share does
+            not overload one replica while others idle.
 
     Raises:
         ValueError: a threshold is out of its range.

@@ -1,19 +1,19 @@
 r"""Batching at the scale of real models, on a laptop: the real scheduler, a made-up GPU.
 
-    requests, as they arrive --router--> Replica 0     each an engine of its own, with its own
+    requests, as they arrive --router--> Replica 0     each a whole engine with its own
                                      \-> Replica 1     scheduler, pool and prefix cache
                                       \-> ...          (replica.py), all on one virtual time
 
 Engine, scheduler, allocator and policies are the real ones, so every plan is real too. Only the
-time that a plan takes comes from a cost model (cost_model.py), and tokens have no meaning: a
-request ends when it is told to.
+time that a plan takes comes from a cost model (cost_model.py). Tokens have no meaning, and a
+request ends after a number of tokens that is given.
 
 Always holds: the same requests give the same result on every machine; on the same requests a
 real engine makes the same plans, at other times; a router is asked in order of arrival and sees
-every replica as it is at that time.
+the state of every replica at that time.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb and 08_measuring_honestly.ipynb. Source:
-Vidur (Agrawal et al., MLSys 2024), which simulates schedulers and clusters likewise.
+Vidur (Agrawal et al., MLSys 2024), which simulates schedulers and clusters in this way.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ def simulate(
     Args:
         requests: a list in any order, or an iterator in order of arrival, which is read as
             time goes on. Make new ones for the next simulation.
-        model, gpu: names from shapes.MODEL_PRESETS and cost_model.GPUS.
-        config: num_blocks None is what the GPU's memory holds, max_model_len the model's own.
+        model, gpu: names from models.presets.MODEL_PRESETS and cost_model.GPUS.
+        config: num_blocks None: as many as the GPU's memory holds; max_model_len None: the
+            model's own.
         tensor_parallel_size: GPUs that share the model.
-        policy, admission: in place of those that config names.
+        policy, admission: used in place of those that config names.
         output_lens: see SimulatedRunner.
         goodput: see metrics.summarize.
         keep_timeline: a record for each step; without it memory does not grow with the steps.
@@ -98,7 +99,7 @@ def simulate(
 
 @dataclass
 class ReplicasResult:
-    """What came of a simulation of several replicas.
+    """The result of a simulation of several replicas.
 
     metrics: as in SimulationResult, over all of them; prefix_hit_rate, the share of the tokens
         of the prompts that a prefix cache had; busy_share, the share of the time that was
@@ -125,7 +126,7 @@ def simulate_replicas(
     keep_timeline: bool = True,
     progress: bool = False,
 ) -> ReplicasResult:
-    """Serve the requests on several equal engines, each on GPUs of its own.
+    """Serve the requests on several equal engines, each with its own GPUs.
 
     Args:
         num_replicas: how many.

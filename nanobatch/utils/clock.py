@@ -1,4 +1,4 @@
-"""Clocks: what an engine tells the time by.
+"""Clocks: where an engine gets the time from.
 
 A clock is anything with now() -> seconds. The virtual one lets a simulation run as fast as it
 can be computed.

@@ -120,7 +120,7 @@ def measure_step(step: Callable[[], None], device: torch.device) -> GpuMemory:
 def cache_bytes(memory: GpuMemory, utilization: float, has_graphs: bool) -> int:
     """Bytes left for the cache; below 0 if not even one step fits.
 
-    Captured graphs keep a step's tensors in memory of their own, so they count twice.
+    Captured graphs keep their own copy of a step's tensors, so these count twice.
     """
     step = memory.peak - memory.before
     taken = memory.others + memory.before + step * (2 if has_graphs else 1)

@@ -1,4 +1,4 @@
-"""Figures of the pool of KV-cache blocks: who holds which, what is free, what is wasted.
+"""Figures of the pool of KV-cache blocks: which are held, free, cached or partly wasted.
 
     pool              the blocks in a grid, beside the block tables
     pool_steps        one line of blocks for each of several moments

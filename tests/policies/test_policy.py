@@ -1,4 +1,4 @@
-"""Who is next, who may enter, who gives way: the Scheduler alone, with made-up tokens.
+"""Ordering, admission and preemption: the Scheduler alone, with made-up tokens.
 
 Each policy and each admission rule by hand; what they do together, in thousands of random
 traces, is in test_shadow_cache.py. Invariants 7 to 11.
