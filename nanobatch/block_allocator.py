@@ -121,7 +121,7 @@ class BlockAllocator:
             del self._holders[key], self._chains[key]
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back a table or its tail, head first. Blocks that nobody else holds become free.
+        """Give back a table or its tail, head first. Blocks in no other table become free.
 
         The tail is freed first, so the end of a cached prefix is evicted before its start: a
         start without its end is still a prefix, an end without its start is not.

@@ -186,7 +186,7 @@ class EngineConfig:
         if self.speculative == "draft" and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; with speculative "
-                "'draft' it must be 1: nobody shares the draft model"
+                "'draft' it must be 1: a draft model has no shards"
             )
         if self.speculative != "draft" and self.draft_model is not None:
             raise ValueError(

@@ -58,7 +58,7 @@ class IncrementalDetokenizer:
     Args:
         stream: a tokenizer's stream for the request's prompt.
         stop: stop strings, each at least one character.
-        min_tokens: stop strings completed within so many tokens are ignored for good.
+        min_tokens: stop strings completed within this many tokens are ignored for good.
 
     Attributes:
         stopped: a stop string was completed.

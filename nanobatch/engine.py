@@ -176,7 +176,7 @@ class LLMEngine:
         return prompt
 
     def abort(self, request_id: str) -> bool:
-        """End a request, or all of a group, at any time; False if no such one lives."""
+        """End a request, or all of a group, at any time; False if none of that id is live."""
         ids = self._groups.get(request_id, [request_id])
         requests = [r for r in map(self.scheduler.get, ids) if r is not None]
         for request in requests:

@@ -162,7 +162,7 @@ class LLM:
             messages: [{"role": "user", "content": "..."}, ...].
 
         Raises:
-            ValueError: messages are no such list, or the model has no chat template.
+            ValueError: messages is not such a list, or the model has no chat template.
         """
         is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
         for message in messages if is_list else [None]:
@@ -261,7 +261,7 @@ def _extended(runner: ModelRunner) -> ModelRunner:
 
 
 def join_ranks(config: EngineConfig) -> Ranks | None:
-    """Meet the other processes that torchrun started; None where this one is alone.
+    """Join the other processes that torchrun started; None if there is only this one.
 
     Raises:
         ValueError: there are not tensor_parallel_size processes, or not as many GPUs.
@@ -280,7 +280,7 @@ def load_model(name: str, config: EngineConfig, ranks: Ranks | None = None) -> L
             one's shard is kept.
 
     Raises:
-        FileNotFoundError, ValueError: as models.loader.load; or ranks were given other values.
+        FileNotFoundError, ValueError: as models.loader.load; or ranks disagree in these values.
     """
     device, shard = resolve_device(config.device), None
     dtype = resolve_dtype(config.dtype, device)

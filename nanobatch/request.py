@@ -43,8 +43,8 @@ class SamplingParams:
         seed: of this request's own random stream; None: from the engine's seed and the
             order of arrival.
         max_tokens: most tokens to generate.
-        min_tokens: nothing stops the request before so many tokens: until then stop ids are
-            not sampled and stop strings are ignored.
+        min_tokens: the request does not stop before this many tokens: until then stop ids are
+            not sampled, and stop strings are ignored.
         stop: strings that end the text; it is cut where the string begins. A single string
             is one stop.
         stop_token_ids: tokens that end the request, also under ignore_eos.

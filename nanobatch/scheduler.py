@@ -121,7 +121,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=arrival)
 
     def abort(self, request_id: str) -> bool:
-        """End a live request, at any time; False if no such request lives."""
+        """End a live request, at any time; False if none has this id."""
         request = self._live.get(request_id)
         if request is None:
             return False

@@ -1,6 +1,6 @@
 """One pass over the requests: by static batches, or by a fresh engine.
 
-A pass gives the tokens, so that whoever compares speeds can check first that the work was the
+A pass gives the tokens, so that a comparison of speeds can check first that the work was the
 same; and the least work of each step (simulation/roofline.py), so that a speed can be held
 against what the hardware can do.
 

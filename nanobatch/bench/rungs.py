@@ -2,7 +2,7 @@
 simulated.py.
 
     sequential         one request at a time
-    static             a batch runs until its last request has finished; nobody joins
+    static             a batch runs until its last request has finished; none joins
     continuous         requests join and leave at every step; whole prompts
     + chunked prefill  prompts share the token budget with those that decode
     + prefix cache     blocks of a shared prefix are computed once

@@ -158,7 +158,7 @@ def random_requests(
     rng = random.Random(seed)
     own_len, out_len = parse_lengths(input_len), parse_lengths(output_len)
     prefixes = [_random_tokens(rng, vocab_size, prefix_len) for _ in range(num_prefixes)]
-    # The times have a stream of their own: another rate brings the same requests.
+    # The times have their own random stream: at another rate the requests are the same.
     which = random.Random(seed + 2)
     times = arrival_times(num_prompts, request_rate, burstiness, random.Random(seed + 1))
     for now in times:

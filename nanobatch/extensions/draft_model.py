@@ -53,7 +53,7 @@ def check_draft_model(model: Decoder, draft: Decoder | None, config: EngineConfi
     """
     if (config.speculative == "draft") != (draft is not None):
         what = "none is given" if draft is None else "one is given"
-        raise ValueError(f"speculative is {config.speculative!r}, and of draft models {what}")
+        raise ValueError(f"speculative is {config.speculative!r}; of draft models {what}")
     if draft is None:
         return
     ours, theirs = model.config.vocab_size, draft.config.vocab_size

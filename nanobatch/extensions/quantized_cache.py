@@ -6,20 +6,20 @@
     "fp8"            64 of float8 e4m3, up to 448, and their scale               66
 
 Each row of D numbers has its own scale: its largest magnitude divided by the largest number of
-the format. Rows are divided by the scale as rounded to bfloat16, so that the scale's rounding
-does no harm: what is read is off by at most half a step of int8 (0.4% of the row's largest) or
-a relative 2**-4 (e4m3). bfloat16 and not float16, since a scale has float32's range.
+the format. Rows are divided by the rounded scale (bfloat16), so the scale's rounding adds no
+error: a number is read with an error of at most half a step of int8 (0.4% of the row's largest)
+or a relative 2**-4 (e4m3). bfloat16 and not float16, since a scale has float32's range.
 
 Always holds: what is stored for a token depends on that token alone, so that batch mates,
-chunks and preemption change nothing (invariant 12), with one exception: where a number lies so
-close to the middle between two numbers of the format that the order of a sum decides, a logit
-may move by some hundredths, and with it a token that was a close call. A row with a NaN or an
+chunks and preemption change nothing (invariant 12), with one exception: the order of a sum may
+decide to which of two numbers of the format a number is rounded. Then a logit may move by some
+hundredths, and where two tokens are that close the other one is sampled. A row with a NaN or an
 infinity is read as numbers that are not finite (invariant 15); so is a slot whose scale is NaN.
 
 torch multiplies what it gathers by the scales; Triton's kernels (extensions/
-quantized_kernels.py) and C's multiply what their products give, C's for prompts what they pack.
-SmolLM2's perplexity moves by 0.4% with int8 and by about 1% with fp8. On a CPU the speed stays
-what it is; a GPU's is not yet measured.
+quantized_kernels.py) and C's multiply the products instead; C's for prompts, the packed keys.
+SmolLM2's perplexity moves by 0.4% with int8 and by about 1% with fp8. On a CPU the speed is
+the same; on a GPU it is not yet measured.
 
 Sources: scales for each token and head: KIVI (Liu et al., ICML 2024) for values, LMDeploy
 for both; e4m3: Micikevicius et al., 2022; vLLM has the option's name.

@@ -75,7 +75,7 @@ class Shard:
         return dataclasses.replace(whole, **shape)
 
     def tensor(self, name: str, whole: Tensor, config: ModelConfig) -> Tensor:
-        """The shard of one of the decoder's tensors, in memory of its own.
+        """The shard of one of the decoder's tensors, as a copy.
 
         Args:
             name: in the decoder, "layers.0.qkv.weight" for one. whole: of one process.

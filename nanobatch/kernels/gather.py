@@ -4,7 +4,7 @@
                               block 2    ->    [ block 7 | block 2 | ]
                                                  positions 0 ..  seq_len - 1, then the tail
 
-A prompt or a chunk is a group of its own. Sequences with one query token each are sorted, so
+A prompt or a chunk is a group by itself. Sequences with one query token each are sorted, so
 that those of similar length share a group. A group is padded to its own longest sequence only.
 It is small enough for the gathered keys to be in the CPU's cache still when they are read
 (measured for 64 x 1000 tokens: 10-13 ms in groups of 256 blocks, 41-100 ms in one).

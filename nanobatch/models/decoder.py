@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A matrix product. A backend may swap it for one of its own (Ops.prepack)."""
+    """A matrix product. A backend may replace it by its own (Ops.prepack)."""
 
     def reset_parameters(self) -> None:
         """Nothing: the numbers come from a checkpoint."""
@@ -148,7 +148,7 @@ class Decoder(nn.Module):
     families (variants.py), backends (Ops.prepack) and ranks (extensions/tensor_parallel.py) do.
     """
 
-    num_ranks = 1  # of several this is one's shard (extensions/tensor_parallel.py)
+    num_ranks = 1  # if more: this is the shard of one (extensions/tensor_parallel.py)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         if self.layout not in (None, ops.name):
             raise ValueError(
                 f"attention_backend is {ops.name!r}, and the model's weights were laid out for "
-                f"{self.layout!r}; load it anew"
+                f"{self.layout!r}; load it again"
             )
         for module in self.modules():
             if hasattr(module, "ops"):

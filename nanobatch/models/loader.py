@@ -93,7 +93,7 @@ def load(
             (models/rope_scaling.py); None: all that the model was made for.
 
     Raises:
-        FileNotFoundError: there is no such path, or the hub has or can be reached for nothing.
+        FileNotFoundError: there is no such path, and the hub has none or cannot be reached.
         ValueError: the checkpoint is malformed or of an architecture that is not supported.
     """
     device = torch.device(device)
@@ -273,7 +273,7 @@ def save(model: Decoder, directory: Path) -> None:
     if model.num_ranks > 1:
         raise ValueError(f"one of {model.num_ranks} ranks' parts cannot be saved; load all")
     if model.layout is not None:
-        raise ValueError("a model that a ModelRunner laid out cannot be saved; load it anew")
+        raise ValueError("a model that a ModelRunner laid out cannot be saved; load it again")
     tensors, ours = {}, model.state_dict()
     for name, source in sources(config).items():
         if not source.is_plain:

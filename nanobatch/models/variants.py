@@ -8,7 +8,7 @@
     experts             Mixtral, Qwen3-MoE (models/experts.py)
     multipliers         Granite, Gemma: of embeddings; Granite: of logits
     soft cap            Gemma 2: c * tanh(logit / c)
-    two RoPEs           Gemma 3: layers with a window have frequencies of their own
+    two RoPEs           Gemma 3: layers with a window have other frequencies
 
 make_decoder() looks at the config and exchanges those parts. Which family has which is data in
 ModelConfig (models/families.py).
@@ -82,7 +82,7 @@ class VariantDecoder(Decoder):
         return made
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, E]; layers with a window may have a RoPE of their own."""
+        """Hidden states [T, E]; layers with a window may have another RoPE."""
         x_TE, residual_TE = self.embed(token_ids_T), None
         rope = local_rope = self.rope(positions_T)
         if self.local_rope is not None:

@@ -93,7 +93,8 @@ class CostModel:
     def __post_init__(self):
         if self.model.num_experts:
             raise ValueError(
-                f"num_experts is {self.model.num_experts}; the cost model knows it as 0 alone"
+                f"num_experts is {self.model.num_experts}; it must be 0: the cost model has no "
+                "mixture of experts"
             )
 
     def step_seconds(self, plan: SchedulerOutput) -> float:

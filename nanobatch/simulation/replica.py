@@ -201,8 +201,8 @@ class Replica:
 def _settle(config: EngineConfig, cost_model: CostModel) -> EngineConfig:
     if config.speculative is not None:
         raise ValueError(
-            f"speculative is {config.speculative!r}; simulated tokens mean nothing, and nobody "
-            "can guess them: it must be None"
+            f"speculative is {config.speculative!r}; simulated tokens have no meaning, so "
+            "they cannot be guessed: it must be None"
         )
     config = settle_max_model_len(config, cost_model.model)
     num_blocks = cost_model.num_blocks(config.gpu_memory_utilization)

@@ -119,7 +119,7 @@ def build(source: str, constants: dict[str, float]) -> Path | None:
                 built = Path(folder) / file.name
                 command = [cc, *FLAGS, *defines, str(HERE / source), "-o", str(built), "-lm"]
                 subprocess.run(command, check=True, capture_output=True)
-                built.replace(file)  # whole or not at all, whoever else builds it
+                built.replace(file)  # atomic: another process may build it too
         return file
     except (OSError, subprocess.CalledProcessError):
         return None
