@@ -118,7 +118,7 @@ class SharedClock:
 
 
 def join(size: int, device: str) -> Ranks:
-    """Meet the other processes that torchrun started; on GPUs each takes one of its own.
+    """Join the other processes that torchrun started; on GPUs each takes one GPU.
 
     Args:
         size: EngineConfig.tensor_parallel_size. device: EngineConfig.device.

@@ -22,7 +22,7 @@ AMX (2026-11-30, ms):
 
 Without a C compiler, in other number formats, and where gradients are wanted, there is no
 kernel: these functions return None, and the caller uses torch. A cache in 8 bits (cache.h) has
-kernels of its own, compiled from the same source.
+its own kernels, compiled from the same source.
 
 Always holds: the results are those of torch, to the rounding of the number format; a token with
 slot -1 is written nowhere, and nothing past a sequence's end is read (invariant 14).
