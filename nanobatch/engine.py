@@ -60,7 +60,10 @@ class LLMEngine:
         admission: Admission | None = None,
     ):
         if config.num_blocks is None:
-            raise ValueError("config.num_blocks is None; the engine needs a number >= 1")
+            raise ValueError(
+                "config.num_blocks is None; the engine needs a number >= 1: see runner.config"
+            )
+        check_same_cache(config, getattr(runner, "config", config))
         allocator = BlockAllocator(
             config.num_blocks, config.block_size, config.enable_prefix_caching
         )
@@ -165,7 +168,9 @@ class LLMEngine:
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("the prompt is text, and the model has no tokenizer")
+                raise ValueError(
+                    "the prompt is text, and this engine has no tokenizer; pass tokenizer="
+                )
             prompt.encode()  # UnicodeEncodeError, a ValueError, for a lone surrogate
             prompt = self.tokenizer.encode(prompt) if prompt else []
         vocab_size = getattr(self.runner, "vocab_size", None)
@@ -248,3 +253,17 @@ class LLMEngine:
             self._groups[request.group].remove(request.request_id)
             if not self._groups[request.group]:
                 del self._groups[request.group]
+
+
+def check_same_cache(config: EngineConfig, of_runner: EngineConfig) -> None:
+    """Raise ValueError if the engine's plans would not fit into the runner's KV cache."""
+    if config.block_size != of_runner.block_size:
+        raise ValueError(
+            f"config.block_size is {config.block_size}; the runner's is "
+            f"{of_runner.block_size}: use runner.config"
+        )
+    if config.num_blocks > of_runner.num_blocks:
+        raise ValueError(
+            f"config.num_blocks is {config.num_blocks}; the runner's cache has "
+            f"{of_runner.num_blocks}"
+        )

@@ -86,7 +86,7 @@ class Engine:
         self.max_len = min(num_blocks * block_size, model.max_len)
 
     def add(self, request: Request) -> None:
-        """Raises ValueError if the request could not run to its end, even alone."""
+        """Raises ValueError if the prompt is empty or could not run to its end, even alone."""
         if not 0 < len(request.prompt) <= self.max_len - request.max_tokens:
             raise ValueError(f"prompt and max_tokens must fit in {self.max_len}: {request}")
         self.waiting.append(request)
@@ -274,8 +274,9 @@ def demo() -> None:
         print(f"{step:4}{columns}{len(engine.free_blocks):8}      {', '.join(events)}")
         if not (arrivals or engine.waiting or engine.running):
             break
+    print()
     for request in requests:
-        print(f"\n{request.name}: {decode(request.prompt)}|{decode(request.output)}", end="")
+        print(f"{request.name}: {decode(request.prompt)}|{decode(request.output)}")
 
 
 if __name__ == "__main__":

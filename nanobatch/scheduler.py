@@ -84,7 +84,7 @@ class Scheduler:
             )
         self.config = config
         self.allocator = allocator
-        self.policy = policy or make_policy(config.policy)
+        self.policy = make_policy(policy, config.policy)
         self.admission = admission or make_admission(config.admission, allocator)
         self.batching = make_batching(config.batching)
         self.preemption: Preemption = Recompute(allocator)

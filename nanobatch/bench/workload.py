@@ -88,6 +88,9 @@ def parse_lengths(spec: str | int) -> Callable[[random.Random], int]:
             check_int("length", length, 1)
             return lambda rng: length
         values = [float(x) for x in numbers]
+        num_wanted = {"uniform": 2, "lognormal": 2, "bimodal": 3}.get(kind, len(values))
+        if len(values) != num_wanted:
+            raise ValueError(f"{kind} takes {num_wanted} numbers, not {len(values)}")
         if kind == "uniform":
             low, high = (int(x) for x in values)
             check_int("low", low, 1)

@@ -96,9 +96,20 @@ class Priority:
         return request.priority
 
 
-def make_policy(name: str) -> Policy:
-    """The policy that EngineConfig.policy names (config.py has checked the name)."""
-    return {"fcfs": FCFS, "sjf": SJF, "priority": Priority}[name]()
+def make_policy(policy: Policy | None, name: str) -> Policy:
+    """The policy, or if it is None the one that EngineConfig.policy names.
+
+    Raises:
+        ValueError: it has no method `key`.
+    """
+    if policy is None:
+        return {"fcfs": FCFS, "sjf": SJF, "priority": Priority}[name]()
+    if not callable(getattr(policy, "key", None)):
+        raise ValueError(
+            f"policy is {policy!r}; it must be an object with a method key(request, now); a "
+            "name goes into EngineConfig(policy=...)"
+        )
+    return policy
 
 
 def in_order(

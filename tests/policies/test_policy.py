@@ -172,6 +172,12 @@ def test_keys_are_asked_for_only_when_somebody_may_enter():
     assert policy.inner.asked == 3
 
 
+@pytest.mark.parametrize("policy", [FCFS.key, 3, LearnedLengths()])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(ValueError, match=r"policy is .*; it must be an object with a"):
+        make(policy)
+
+
 def test_a_policy_made_from_fcfs_is_asked_for_its_keys():
     class LastComeFirstServed(FCFS):
         def key(self, request, now):
