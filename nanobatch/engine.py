@@ -11,8 +11,9 @@ The runner may be a model (ModelRunner), a cost model (SimulatedRunner) or three
 test: anything with `run(plan) -> StepResult`. If it raises, nothing of the step is recorded,
 and the next step plans the same work again.
 
-Always holds: a request that is refused changes nothing; an abort shows once, in the outputs
-of the next step; nothing is kept of a finished request (invariants 11, 15, 17).
+Always holds: a request that is refused changes nothing; nothing is kept of a finished one. An
+abort shows once, in the outputs of the next step, and frees every block (invariant 11). NaN
+logits end one request with "error" (15). The deltas joined are the text (17).
 
 Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLMEngine.
 """
@@ -39,7 +40,7 @@ class LLMEngine:
     """Continuous batching over any runner.
 
     Args:
-        config: its num_blocks is set (as in ModelRunner.config).
+        config: the settings, with num_blocks: usually runner.config.
         runner: computes plans.
         tokenizer: turns text to tokens and back; without one, prompts are token ids.
         clock: by default the wall clock.
@@ -94,7 +95,7 @@ class LLMEngine:
         """Enqueue a prompt (text or token ids) and return its request id.
 
         With params.n > 1 the outputs have the ids `id-0`, `id-1`, ... The arrival time (by
-        default now) counts for order and metrics; the request may be served at once.
+        default now) sets order and metrics; one in the future does not delay the request.
 
         Raises:
             ValueError: the prompt is empty, too long, or not in the vocabulary; text without

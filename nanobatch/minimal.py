@@ -2,11 +2,11 @@
 
 A server continues many texts at once, and they come and go. It works in steps. A request has
 tokens (its prompt, then what the model has added) and a count of those already computed, whose
-keys and values are in the cache. In every step each request computes
+keys and values are in the cache. In every step each request that runs computes
 
     num_scheduled = min(num_tokens - num_computed, budget left)
 
-more of them. That line is the whole idea. One step with a budget of 8 tokens:
+more of its tokens. That line is the whole idea. One step with a budget of 8 tokens:
 
     request   computed    to compute    num_scheduled
     A         #########   .                   1          decodes: its newest token
@@ -14,11 +14,13 @@ more of them. That line is the whole idea. One step with a budget of 8 tokens:
     C                     .......             2          joins: a first chunk of its prompt
     D                     ...                            waits: no budget is left
 
-These 8 tokens go through the model as one batch. A and B have computed their last token, so
-each gets a new one. Nobody waits for the others to end: when A leaves, D takes its place.
+These 8 tokens go through the model as one batch. A and B then have no token left to compute,
+so the model's next token is added to each. Nobody waits for the others to end: when A leaves, D
+takes its place.
 
-The cache is cut into blocks. A request takes free blocks as it grows, so they lie anywhere; its
-block table lists them in order. A slot is the place of one token:
+The cache is cut into blocks. A request takes free blocks for its tokens when it joins, and more
+as it grows, so they lie anywhere; its block table lists them in order. A slot is the place of
+one token:
 
     block         0            1            2            3        block_size 4
              [A0 A1 A2 A3][B0 B1 B2 B3][A4 A5 -- --][   free   ]  A.block_table = [0, 2]
@@ -29,6 +31,10 @@ waits. Later it computes its tokens again, by the same line, from num_computed =
 
 Always holds: a block is free or in one block table; what a request gets does not depend on the
 others, on the budget, or on the number of blocks. `python -m nanobatch.minimal` shows a run.
+
+A tensor's name ends in its axes: T tokens of the step, S requests, H query heads, K key heads,
+D numbers of a head, N blocks, P slots of a block, L keys of a request, E hidden, F MLP,
+V vocabulary.
 
 Sources: Orca (Yu et al., OSDI 2022) for steps, PagedAttention (Kwon et al., SOSP 2023) for
 blocks, Sarathi-Serve (Agrawal et al., OSDI 2024) for prompts in chunks.
@@ -48,7 +54,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 TINY_MODEL = Path(__file__).parent / "tiny_model"
-BEGIN, END = 256, 257  # tokens below are the bytes of the text
+BEGIN, END = 256, 257  # token ids 0 to 255 are the bytes of the text
 
 
 @dataclass(eq=False)  # two requests may look the same, and are still two
@@ -112,8 +118,8 @@ class Engine:
     def schedule(self) -> Plan:
         """Serve the running requests, then let others join while budget and blocks last.
 
-        A request joins only when those before it have computed their prompts. So only the last
-        one has more than one token left, and the budget is enough for all.
+        A prompt that is cut uses up the budget, so nobody joins behind it. So only the last
+        that runs has several tokens left; the others need one each, and there is budget for it.
         """
         plan, budget, has_preempted = [], self.budget, False
         for request in self.running.copy():

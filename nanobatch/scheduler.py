@@ -5,8 +5,8 @@ There is no prefill mode and no decode mode. Every step gives each chosen reques
     num_scheduled = min(num_tokens - num_computed_tokens, budget left)
 
 That is 1 for a decode, a prompt or a chunk of it for a prefill, the rest of the prompt after a
-prefix hit, and all tokens again after a preemption. ("Budget left" excludes one token for each
-running request that is still to come.) A step with a budget of 8 tokens:
+prefix hit, and all tokens again after a preemption. (One token is set aside for each
+running request that has not had its turn.) A step with a budget of 8 tokens:
 
     running   r0  computed 12 of 13   -> 1      decode
               r1  computed  4 of  9   -> 5      the rest of its prompt
@@ -159,7 +159,7 @@ class Scheduler:
         self._requeue_lost()
         for hook in self.hooks:
             hook.begin_step()
-        plan = SchedulerOutput(padding=self.batching.padding(self.running))
+        plan = SchedulerOutput(padding=self.batching.padding(self.running))  # static batches
         budget = self._serve_running(plan, now)
         # Not after a preemption: the freed blocks are for those that run, not for the victim.
         if not plan.preempted:
@@ -173,8 +173,8 @@ class Scheduler:
         """Give every running request tokens, and blocks for them; return the budget left."""
         block_size, scheduled = self.config.block_size, plan.scheduled
         budget = self.config.max_num_batched_tokens
-        # After a failed step several may be within their prompts: a chunk leaves one token for
-        # each running request that is still to come (invariant 9).
+        # After a failed step several may be within their prompts: a chunk then leaves one token
+        # for each running request behind it (invariant 9).
         num_behind = len(self.running) - len(plan.padding)
         for request in self.running.copy():
             if request.status is not RUNNING:

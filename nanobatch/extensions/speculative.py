@@ -1,4 +1,5 @@
-"""Speculative decoding: guess the next tokens, and check all guesses in one step.
+"""Speculative decoding: guess the next tokens, and check all guesses in one step. Here drafts
+are made and scheduled; speculative_runner.py checks them.
 
 A decode step reads all weights to compute one token of each request. Computing several tokens
 costs little more, if their values are guessed before:
