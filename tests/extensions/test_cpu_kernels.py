@@ -62,7 +62,7 @@ def assert_near(a, b, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T, size", [(1, 1), (3, 7), (2, 64), (5, 100), (40, 576)])
-def test_elementwise_kernels_equal_their_twins(T, size, dtype):
+def test_elementwise_kernels_equal_their_references(T, size, dtype):
     x = torch.randn(T, size).to(dtype)
     weight, residual = torch.randn(size).to(dtype), torch.randn(T, size)
     for more in ((), (residual,)):
@@ -105,7 +105,7 @@ def test_what_is_no_number_stays_so(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("H, K, D, P", [(3, 1, 64, 4), (4, 4, 10, 16), (6, 2, 80, 1)])
-def test_rope_and_write_equals_its_twin(H, K, D, P, dtype):
+def test_rope_and_write_equals_its_reference(H, K, D, P, dtype):
     """Tokens are slices of a wider product; slot -1 is written nowhere."""
     T, N = 9, 12
     heads = torch.randn(T, H + 2 * K, D).to(dtype)
@@ -149,7 +149,7 @@ def test_of_equal_numbers_the_first_stay():
 @pytest.mark.parametrize(
     "G, K, D", [(1, 3, 64), (3, 3, 64), (4, 1, 80), (7, 2, 96), (8, 1, 128)]
 )
-def test_paged_decode_equals_its_twin(G, K, D, dtype):
+def test_paged_decode_equals_its_reference(G, K, D, dtype):
     """Lengths around the ends of blocks, a window, poison past every end, any block."""
     P, scale = 4, D**-0.5
     lens = [1, 3, 4, 5, 8, 9, 30]
@@ -195,7 +195,7 @@ def test_decodes_beside_prefills_and_tokens_of_nobody():
 # ---- where there are none --------------------------------------------------------------
 
 
-def test_a_gradient_is_the_twin_s():
+def test_a_gradient_is_the_reference_s():
     """Of the rows, and of the weight alone."""
     x, weight = torch.randn(2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     C.rms_norm(x, torch.ones(8), 1e-5)[0].sum().backward()
@@ -203,7 +203,7 @@ def test_a_gradient_is_the_twin_s():
     assert x.grad is not None and weight.grad is not None
 
 
-def test_mixed_formats_are_the_twin_s():
+def test_mixed_formats_are_the_reference_s():
     """C would read the one as the other."""
     x, weight = torch.randn(3, 8).bfloat16(), torch.randn(8)
     (found, _), (reference, _) = both(rms_norm, x, weight, 1e-5)

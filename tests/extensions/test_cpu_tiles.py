@@ -148,7 +148,7 @@ def both(q, caches, rows, **how):
 @pytest.mark.parametrize(
     "G, K, D, P", [(1, 3, 64, 16), (3, 3, 64, 16), (4, 1, 96, 1), (7, 2, 32, 4), (8, 1, 128, 8)]
 )
-def test_prefill_equals_its_twin(G, K, D, P, window):
+def test_prefill_equals_its_reference(G, K, D, P, window):
     """Prompts, chunks after a cached prefix, a decode between them; shuffled blocks."""
     torch.manual_seed(0)
     lens, query_lens = [2, 17, 290, 40, 600], [2, 16, 290, 1, 90]

@@ -35,7 +35,7 @@ def test_grouped_matmul(counts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("N, K", [(64, 64), (70, 40)])
-def test_the_kernel_equals_its_twin(counts, N, K, dtype):
+def test_the_kernel_equals_its_reference(counts, N, K, dtype):
     pytest.importorskip("triton")
     from nanobatch.kernels.grouped_matmul import triton_grouped_matmul
 
