@@ -16,8 +16,13 @@ import pytest
 from nanobatch import LLM, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE_TESTS = ("test_block_allocator.py", "test_scheduler.py", "policies", "test_sampler.py",
-              "test_masks.py", "test_minimal.py", "models/test_experts.py")  # fmt: skip
+CORE_TESTS = [
+    ("test_scheduler.py", "policies/test_policy.py", "test_sampler.py", "test_masks.py"),
+    pytest.param(
+        ("test_block_allocator.py", "test_minimal.py", "models/test_experts.py"),
+        marks=pytest.mark.slow,
+    ),
+]
 PROMPTS = ["Once upon a time", "One day, a little cat", "Long ago"]
 SERVE = f"""
 from nanobatch import LLM, SamplingParams
@@ -55,8 +60,9 @@ def test_without_extensions_it_serves_the_same_tokens(core):
     assert run("-c", SERVE, cwd=core).splitlines() == [str(out.token_ids) for out in outs]
 
 
-def test_without_extensions_the_core_passes_its_tests(core):
-    tests = [f"tests/{name}" for name in CORE_TESTS]
+@pytest.mark.parametrize("names", CORE_TESTS, ids=["control", "blocks"])
+def test_without_extensions_the_core_passes_its_tests(core, names):
+    tests = [f"tests/{name}" for name in names]
     text = run("-m", "pytest", "-p", "no:xdist", "-p", "no:nbmake", *tests, cwd=core)
     counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|skipped)", text)}
     assert counts["passed"] > 20 * counts.get("skipped", 0), text

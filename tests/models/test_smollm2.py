@@ -216,6 +216,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_weights_pool_and_a_step():
     """At most 1.3 times that, not counting the imports of torch and transformers."""
     config = EngineConfig(num_blocks=260)
