@@ -40,7 +40,7 @@ def pytest_cmdline_main(config):
         has_affinity = hasattr(os, "sched_getaffinity")
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
         config.option.numprocesses = min(num_cores, MAX_WORKERS)
-        config.option.dist = "worksteal"
+        config.option.dist = "loadfile"  # what a file's tests share is made once
 
 
 def pytest_runtest_setup(item):

@@ -43,7 +43,7 @@ from nanobatch import (
 )
 from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS
 
-NUM_TRACES = 3000
+NUM_TRACES = 2000
 TRACES_IN_A_TEST = 500
 EOS, STOP = 2, 3  # text is made of the tokens 0 and 1: prefixes meet all the time
 
