@@ -122,10 +122,11 @@ class LLMEngine:
             raise ValueError(
                 f"stop is {params.stop!r}; stop strings need a model with a tokenizer"
             )
+        token_ids = self._encode(prompt)  # before an id is used up
         sources = (self.runner, self.tokenizer)
         request = Request(
             self._new_id() if request_id is None else request_id,
-            self._encode(prompt),
+            token_ids,
             params,
             arrival_time=self.clock.now() if arrival_time is None else arrival_time,
             priority=priority,

@@ -659,6 +659,7 @@ def test_without_a_tokenizer():
     with pytest.raises(ValueError, match="stop.*tokenizer"):
         engine.add_request([1], SamplingParams(stop="x"))
     out = run_one(engine, [1, 2], SamplingParams(max_tokens=3))
+    assert out.request_id == "0", "a prompt that is refused uses up no id"
     assert (out.text, out.delta, out.token_ids) == ("", "", [97, 98, 99])
 
 
