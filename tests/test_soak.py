@@ -3,7 +3,7 @@
     python -m pytest -m slow tests/test_soak.py
 
 The default run has a bounded share of each: the same machines with few examples, the shadow
-cache's 4,000 traces, 40 fuzz trials. Here they go on with new draws until the time is
+cache's 4,000 traces, 30 fuzz trials. Here they go on with new draws until the time is
 over. `-k` picks one; a failure prints the calls, or the prompt and the configuration, that show
 it.
 """

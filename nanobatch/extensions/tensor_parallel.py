@@ -122,12 +122,13 @@ class Shard:
         model.embed = VocabParallelEmbedding(model.embed, self.ranks)
         model.lm_head = GatheredLogits(model.lm_head, self.ranks, whole.vocab_size)
         for layer in model.layers:
-            layer.o = AllReduce(layer.o, self.ranks)
-            layer.mlp = AllReduce(layer.mlp, self.ranks)
+            layer.o = RowParallel(layer.o, self.ranks)
+            layer.mlp = RowParallel(layer.mlp, self.ranks)
 
 
-class AllReduce(nn.Module):
-    """The sum over ranks of what a module computes: each has some columns of its weight."""
+class RowParallel(nn.Module):
+    """Megatron's RowParallelLinear, around any module: each rank has the weight's columns for
+    its share of the inputs, so a part of every sum, and the outputs are all-reduced."""
 
     def __init__(self, inner: nn.Module, ranks: Ranks):
         super().__init__()

@@ -11,7 +11,7 @@ from nanobatch.attention import PagedAttend
 from nanobatch.bench.fuzz import Fuzz
 from nanobatch.models.loader import load
 
-NUM_TRIALS = 40
+NUM_TRIALS = 30
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,8 @@ ALL += ["draft llama3", *OTHERS]
 # Everything for one chip (but shapes that are much like others); for the others what is most
 # used: it is the same source.
 TARGETS = [(80, "bf16", [*COMMON, "prefill d256"]), (90, "bf16", ALL)]
-TARGETS += [(86, "bf16", COMMON[: -len(OTHERS)])]
-# Chip 89 is much like 86, fp16 like bf16; who serves in float32 does not ask for speed.
-SLOW = [(89, "bf16", COMMON), (80, "fp16", COMMON[:2])]
+# Chips 86 and 89 are much like 80, fp16 like bf16; float32 is not used where speed counts.
+SLOW = [(86, "bf16", COMMON), (89, "bf16", COMMON), (80, "fp16", COMMON[:2])]
 SLOW += [(90, "fp32", [*COMMON[:2], "prefill d256", "split d96"])]
 TARGETS += [pytest.param(*target, marks=pytest.mark.slow) for target in SLOW]
 TARGETS += [(100, "bf16", COMMON)]
