@@ -17,12 +17,13 @@ from nanobatch import LLM, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE_TESTS = [
-    ("test_scheduler.py", "policies/test_policy.py", "test_sampler.py", "test_masks.py"),
+    ("policies/test_policy.py", "test_masks.py"),
     pytest.param(
-        ("test_block_allocator.py", "test_minimal.py", "models/test_experts.py"),
+        ("test_scheduler.py", "test_sampler.py", "test_block_allocator.py", "test_minimal.py",
+         "models/test_experts.py"),
         marks=pytest.mark.slow,
     ),
-]
+]  # fmt: skip
 PROMPTS = ["Once upon a time", "One day, a little cat", "Long ago"]
 SERVE = f"""
 from nanobatch import LLM, SamplingParams
@@ -60,7 +61,7 @@ def test_without_extensions_it_serves_the_same_tokens(core):
     assert run("-c", SERVE, cwd=core).splitlines() == [str(out.token_ids) for out in outs]
 
 
-@pytest.mark.parametrize("names", CORE_TESTS, ids=["control", "blocks"])
+@pytest.mark.parametrize("names", CORE_TESTS, ids=["share", "rest"])
 def test_without_extensions_the_core_passes_its_tests(core, names):
     tests = [f"tests/{name}" for name in names]
     text = run("-m", "pytest", "-p", "no:xdist", "-p", "no:nbmake", *tests, cwd=core)
