@@ -15,6 +15,7 @@ What is proved: invariants 10 to 15 and 17; faults 2 to 5, 8, 14, 15, 20 to 25, 
 bundled model says: it may be trained anew.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -661,6 +662,15 @@ def test_without_a_tokenizer():
     out = run_one(engine, [1, 2], SamplingParams(max_tokens=3))
     assert out.request_id == "0", "a prompt that is refused uses up no id"
     assert (out.text, out.delta, out.token_ids) == ("", "", [97, 98, 99])
+
+
+@pytest.mark.parametrize("field, value", [("block_size", 8), ("num_blocks", 65)])
+def test_a_config_that_does_not_fit_the_runner_s_cache_is_refused(field, value):
+    runner = scripted().runner
+    runner.config = EngineConfig(block_size=16, num_blocks=64)
+    config = dataclasses.replace(runner.config, **{field: value})
+    with pytest.raises(ValueError, match=f"config.{field} is {value}; the runner's"):
+        LLMEngine(config, runner)
 
 
 class Clock:
