@@ -16,10 +16,10 @@ from nanobatch.bench.hardware import Hardware
 from nanobatch.bench.static_batching import run_static_batch
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
-from nanobatch.engine import LLMEngine, StepResult
+from nanobatch.engine import LLMEngine
 from nanobatch.metrics import InterTokenLatencies, summarize
 from nanobatch.model_runner import ModelRunner
-from nanobatch.plan import SchedulerOutput
+from nanobatch.plan import SchedulerOutput, StepResult
 from nanobatch.request import RequestMetrics, SamplingParams
 from nanobatch.simulation.roofline import Work, step_work
 

@@ -29,7 +29,6 @@ from torch import Tensor
 from nanobatch.attention import PagedAttend
 from nanobatch.batch import Row, pack, row_of
 from nanobatch.config import EngineConfig
-from nanobatch.engine import StepResult
 from nanobatch.extensions.rejection_sampling import (
     DraftedRow,
     Proposals,
@@ -39,7 +38,7 @@ from nanobatch.extensions.rejection_sampling import (
 from nanobatch.model_runner import ModelRunner, add_tokens
 from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
-from nanobatch.plan import ScheduledRequest
+from nanobatch.plan import ScheduledRequest, StepResult
 from nanobatch.sampler import Sampled, sample
 from nanobatch.utils.extensions import load_extension
 

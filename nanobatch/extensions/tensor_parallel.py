@@ -31,12 +31,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nanobatch.config import EngineConfig
-from nanobatch.engine import StepResult
 from nanobatch.extensions.ranks import Ranks, SharedClock
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.decoder import Decoder
-from nanobatch.plan import SchedulerOutput
+from nanobatch.plan import SchedulerOutput, StepResult
 from nanobatch.utils.arithmetic import cdiv
 
 

@@ -28,8 +28,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from nanobatch.config import EngineConfig
-from nanobatch.engine import LLMEngine, StepResult
-from nanobatch.plan import SchedulerOutput
+from nanobatch.engine import LLMEngine
+from nanobatch.plan import SchedulerOutput, StepResult
 from nanobatch.request import SamplingParams
 from nanobatch.viz.style import IDLE, INK, colour_of
 from nanobatch.viz.watch import Cell, Step, Watch

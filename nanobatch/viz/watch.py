@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nanobatch.engine import LLMEngine, StepResult
-from nanobatch.plan import ScheduledRequest, SchedulerOutput
+from nanobatch.engine import LLMEngine
+from nanobatch.plan import ScheduledRequest, SchedulerOutput, StepResult
 from nanobatch.request import Request, RequestStatus
 
 
