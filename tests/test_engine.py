@@ -35,6 +35,7 @@ from nanobatch.models.tokenizer import ByteTokenizer
 from nanobatch.request import RequestStatus
 from nanobatch.sampler import SamplingRow, sample
 from nanobatch.utils.arithmetic import cdiv
+from nanobatch.utils.device import resolve_dtype
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOKENIZER = ByteTokenizer()
@@ -1087,9 +1088,7 @@ def test_llm_refuses_what_it_does_not_know():
 def test_it_says_what_auto_came_to(caplog):
     with caplog.at_level("INFO", "nanobatch.llm"):
         llm = LLM("tiny", dtype="auto", device="cpu", num_blocks=4)
-    capabilities = torch.cpu.get_capabilities()
-    is_fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    dtype = "bfloat16" if is_fast else "float32"
+    dtype = str(resolve_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
     assert repr(llm) == f"LLM('tiny', dtype='{dtype}', device='cpu')"
     assert repr(llm) in caplog.text and "attention_backend=" in caplog.text
 

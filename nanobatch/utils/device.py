@@ -27,6 +27,11 @@ import torch
 from nanobatch.utils.cache_size import blocks_on_gpu
 
 CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # in torch's messages
+# What torch 2.9 has in place of get_capabilities. All CPUs with AMX's tiles multiply bfloat16.
+ASKED_ONE_BY_ONE = {
+    "avx512_bf16": "_is_avx512_bf16_supported",
+    "amx_bf16": "_is_amx_tile_supported",
+}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -62,8 +67,10 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def cpu_has(feature: str) -> bool:
-    """Whether the CPU has a feature, by torch's name for it (for example "amx_bf16")."""
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get(feature))
+    """Whether the CPU has a feature, by torch's name for it: a key of ASKED_ONE_BY_ONE."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return bool(torch.cpu.get_capabilities().get(feature))
+    return getattr(torch.cpu, ASKED_ONE_BY_ONE[feature])()
 
 
 def cache_directory() -> Path:

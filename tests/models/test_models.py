@@ -22,6 +22,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -48,6 +49,8 @@ from nanobatch.utils.arithmetic import cdiv
 
 gguf = pytest.importorskip("gguf")
 
+SEEDS = {"mixtral": 1}  # else 0: whose greedy tokens are clear
+IS_TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 VOCAB_SIZE = 200
 PROMPT_LENS = (23, 1, 9, 16)
 NUM_NEW_TOKENS = 12
@@ -77,6 +80,25 @@ YARN_ROPE = {
 
 def default_rope(theta: float) -> dict:
     return {"rope_type": "default", "rope_theta": theta}
+
+
+def rope_of(settings: dict) -> dict:
+    """rope_parameters of the layers that see all keys."""
+    rope = settings.get("rope_parameters", default_rope(10000.0))
+    return rope.get("full_attention", rope)
+
+
+def as_transformers_4_writes_it(settings: dict, type_key: str) -> dict:
+    """The same settings without rope_parameters, which version 5 brought."""
+    settings, rope = dict(settings), dict(rope_of(settings))
+    local = settings.pop("rope_parameters", {}).get("sliding_attention")
+    if local is not None:
+        settings["rope_local_base_freq"] = local["rope_theta"]
+    for key in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+        settings[key] = rope.pop(key)
+    kind = rope.pop("rope_type")
+    settings["rope_scaling"] = None if kind == "default" else {type_key: kind, **rope}
+    return settings
 
 
 def heads(num: int, num_kv: int, head_dim: int) -> dict:
@@ -180,8 +202,11 @@ FAMILIES = {
 }
 
 
-def random_model(family: str, seed: int = 0, **changes):
-    """A transformers model with weights large enough for logits that differ."""
+def random_model(family: str, **changes):
+    """A transformers model with weights large enough for logits that differ.
+
+    Its attention is the plain one: version 4's other ones leave out Gemma 2's softcap.
+    """
     config_class, shape = FAMILIES[family]
     settings = {
         "vocab_size": VOCAB_SIZE,
@@ -194,8 +219,13 @@ def random_model(family: str, seed: int = 0, **changes):
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_class(**settings | shape | changes))
+    settings |= shape | changes
+    if IS_TRANSFORMERS_4:
+        type_key = "type" if config_class is Phi3Config else "rope_type"
+        settings = as_transformers_4_writes_it(settings, type_key)
+    torch.manual_seed(SEEDS.get(family, 0))
+    config = config_class(**settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -480,23 +510,27 @@ def logits_after_edit(checkpoint: Checkpoint, edit) -> list[torch.Tensor]:
     return paged_logits(decoder_of(checkpoint.load()), checkpoint.prompts)
 
 
-@pytest.mark.parametrize("type_key", ["rope_type", "type"])
-def test_rope_as_transformers_4_writes_it(type_key, tmp_path):
+ROPE_KEYS = (
+    "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq",
+    "partial_rotary_factor",
+)  # fmt: skip
+ROPE_FAMILIES = [name for name, (_, shape) in FAMILIES.items() if "rope_parameters" in shape]
+
+
+@pytest.mark.parametrize("type_key", ["rope_type", "type", "version 5"])
+@pytest.mark.parametrize("family", ROPE_FAMILIES)
+def test_rope_as_transformers_4_and_5_write_it(family, type_key, tmp_path):
+    """Whichever is installed."""
+    rope = {"rope_parameters": FAMILIES[family][1]["rope_parameters"]}
+    if type_key != "version 5":
+        rope = as_transformers_4_writes_it(rope, type_key)
+
     def edit(config):
-        rope = config.pop("rope_parameters")
-        config["rope_theta"] = rope.pop("rope_theta")
-        config["rope_scaling"] = {type_key: rope.pop("rope_type"), **rope}
+        for key in ROPE_KEYS:
+            config.pop(key, None)
+        config.update(rope)
 
-    checkpoint = save("llama3.1", tmp_path)
-    assert_logits_close(logits_after_edit(checkpoint, edit), checkpoint.logits())
-
-
-def test_plain_rope_as_transformers_4_writes_it(tmp_path):
-    def edit(config):
-        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
-        config["rope_scaling"] = None
-
-    checkpoint = save("qwen2", tmp_path)
+    checkpoint = save(family, tmp_path)
     assert_logits_close(logits_after_edit(checkpoint, edit), checkpoint.logits())
 
 
@@ -572,7 +606,7 @@ def kind_of(weight: np.ndarray, wanted: gguf.GGMLQuantizationType):
 
 def write_gguf(path: Path, model, family: str, kind: gguf.GGMLQuantizationType) -> None:
     """The file that llama.cpp would make of the model, its matrices in numbers of one kind."""
-    arch, config = GGUF_ARCHS[family], model.config
+    arch, config, rope = GGUF_ARCHS[family], model.config, rope_of(FAMILIES[family][1])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(config.max_position_embeddings)
@@ -584,7 +618,7 @@ def write_gguf(path: Path, model, family: str, kind: gguf.GGMLQuantizationType) 
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(rope["rope_theta"])
     add_tokenizer(writer)
     for name, parameter in model.named_parameters():  # a tied lm_head is not among them
         weight = parameter.numpy()
@@ -596,19 +630,19 @@ def write_gguf(path: Path, model, family: str, kind: gguf.GGMLQuantizationType) 
         own_kind = kind_of(weight, kind)
         weight = gguf.quants.quantize(weight, own_kind)
         writer.add_tensor(gguf_name, weight, raw_dtype=own_kind)
-    if config.rope_parameters["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", rope_factors(model))
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", rope_factors(model, rope["rope_theta"]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def rope_factors(model) -> np.ndarray:
+def rope_factors(model, rope_theta: float) -> np.ndarray:
     """What transformers' stretched frequencies have been divided by."""
     config, stretched = model.config, model.model.rotary_emb.inv_freq.double()
     exponent = torch.arange(0, config.head_dim, 2).double() / config.head_dim
-    plain = config.rope_parameters["rope_theta"] ** -exponent
+    plain = rope_theta**-exponent
     return (plain / stretched).float().numpy()
 
 
