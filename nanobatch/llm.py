@@ -162,7 +162,8 @@ class LLM:
             messages: [{"role": "user", "content": "..."}, ...].
 
         Raises:
-            ValueError: messages is not such a list, or the model has no chat template.
+            ValueError: messages is not such a list; or the model has no chat template, or one
+                that refuses the conversation or cannot be rendered (models/chat_template.py).
         """
         is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
         for message in messages if is_list else [None]:

@@ -135,6 +135,9 @@ MUTATIONS = {
     "yarn-keeps-the-slow": Mutation("models/rope_scaling.py", "return [1 - _between_0_and_1(", "return [_between_0_and_1(", "tests/models/test_models.py"),
     "rope-pairs-not-reordered": Mutation("models/weight_names.py", "    head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]\n", "    head = list(range(D))\n", "tests/models/test_models.py"),
     "remote-code-is-run": Mutation("models/loader.py", "directory, trust_remote_code=False, **source", "directory, **source", "tests/models/test_loader.py"),
+    "template-text-without-end": Mutation("models/chat_sandbox.py", "if num_chars > max_chars:", "if False:", "tests/models/test_chat_template.py"),
+    "template-blocks-leave-lines": Mutation("models/chat_sandbox.py", "trim_blocks=True", "trim_blocks=False", "tests/models/test_chat_template.py"),
+    "template-names-with-underscores": Mutation("models/chat_sandbox.py", 'if str(name).startswith("_"):', "if False:", "tests/models/test_chat_template.py"),
     # ---- several ranks
     "bias-of-every-rank": Mutation("extensions/tensor_parallel.py", "return whole if rank == 0 else torch.zeros_like(whole)", "return whole", "tests/extensions/test_tensor_parallel.py"),
     "rows-of-other-ranks": Mutation("extensions/tensor_parallel.py", "x_TE.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)", "x_TE", "tests/extensions/test_tensor_parallel.py"),

@@ -18,6 +18,7 @@ import codecs
 from collections.abc import Sequence
 
 from nanobatch.detokenizer import Stream
+from nanobatch.models import chat_template
 
 
 class ByteTokenizer:
@@ -88,12 +89,19 @@ class HFTokenizer:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: there is no chat template; or it cannot be rendered, and why.
         """
-        if self.hf.chat_template is None:
+        template = self.hf.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
+        if template is None:
             raise ValueError("this model's tokenizer has no chat template")
-        text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self.hf(text, add_special_tokens=False).input_ids
+        where = self.hf.name_or_path or "this model's tokenizer"
+        text = chat_template.render(template, messages, self.hf.special_tokens_map, where)
+        token_ids = self.hf(text, add_special_tokens=False).input_ids
+        if not token_ids:
+            raise ValueError(f"{where}: the chat template renders {text!r}, which is no token")
+        return token_ids
 
 
 class _HFStream:

@@ -124,6 +124,16 @@ def test_chat(smollm2):
     assert "<|" not in out.text
 
 
+def test_its_chat_template_is_rendered_as_by_transformers(smollm2):
+    system = {"role": "system", "content": "Be brief."}
+    question = {"role": "user", "content": "What is\n 1 + 1? "}
+    for messages in ([question], [system, question]):
+        wanted = smollm2.tokenizer.hf.apply_chat_template(
+            messages, return_dict=False, add_generation_prompt=True
+        )
+        assert smollm2.tokenizer.apply_chat_template(messages) == wanted
+
+
 def test_bfloat16_stays_near_float32(smollm2):
     """The best two first tokens are only 0.08 apart. With the residual or the best logits
     rounded to bfloat16, the answer is a French song."""

@@ -321,23 +321,6 @@ def test_a_tokenizer_that_is_not_fast_is_refused():
         HFTokenizer(object())
 
 
-def test_chat_template():
-    from transformers import PreTrainedTokenizerFast
-
-    backend = byte_fallback().hf.backend_tokenizer
-    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    messages = [{"role": "user", "content": "the fox"}]
-    with pytest.raises(ValueError, match="no chat template"):
-        HFTokenizer(hf).apply_chat_template(messages)
-    hf.chat_template = (
-        "<s>{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}bot:{% endif %}"
-    )
-    ids = HFTokenizer(hf).apply_chat_template(messages)
-    assert hf.decode(ids).replace(" ", "") == "<s>user:thefox</s>bot:"
-    assert ids.count(hf.bos_token_id) == 1  # the template's own; none is added to it
-
-
 # ---- stop strings ----------------------------------------------------------------------
 
 
