@@ -134,7 +134,7 @@ MUTATIONS = {
     "unturned-pairs-grow": Mutation("models/rope.py", "cos_TR[:, : self.rotary_dim // 2] *= self.factor", "cos_TR *= self.factor", "tests/models/test_models.py"),
     "yarn-keeps-the-slow": Mutation("models/rope_scaling.py", "return [1 - _between_0_and_1(", "return [_between_0_and_1(", "tests/models/test_models.py"),
     "rope-pairs-not-reordered": Mutation("models/weight_names.py", "    head = [*range(half), *rest[:middle], *range(half, 2 * half), *rest[middle:]]\n", "    head = list(range(D))\n", "tests/models/test_models.py"),
-    "remote-code-is-run": Mutation("models/loader.py", "directory, trust_remote_code=False, **source", "directory, **source", "tests/models/test_loader.py"),
+    "remote-code-is-run": Mutation("models/tokenizer.py", "directory, trust_remote_code=False", "directory", "tests/models/test_loader.py"),
     "template-text-without-end": Mutation("models/chat_sandbox.py", "if num_chars > max_chars:", "if False:", "tests/models/test_chat_template.py"),
     "template-blocks-leave-lines": Mutation("models/chat_sandbox.py", "trim_blocks=True", "trim_blocks=False", "tests/models/test_chat_template.py"),
     "template-names-with-underscores": Mutation("models/chat_sandbox.py", 'if str(name).startswith("_"):', "if False:", "tests/models/test_chat_template.py"),

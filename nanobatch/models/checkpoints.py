@@ -31,6 +31,7 @@ from torch import Tensor
 
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.families import LLAMA, QWEN2, QWEN3, count
+from nanobatch.models.gguf_tokenizer import ends_of_text
 from nanobatch.models.hf_config import model_config
 from nanobatch.utils.checks import check_float
 
@@ -176,7 +177,6 @@ def _read_hf_config(path: Path) -> ModelConfig:
 # ---------------------------------------------------------------------------------------- GGUF
 
 GGUF_ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-GGUF_EOS = "tokenizer.ggml.eos_token_id"
 
 
 def _gguf_reader(file: Path):
@@ -200,15 +200,13 @@ class GgufFile:
         try:
             reader = _gguf_reader(file)
             self._tensors = {t.name: t for t in reader.tensors}
-            self.has_tokenizer = "tokenizer.ggml.model" in reader.fields
-            fields = {  # without the vocabulary, which is long
-                name: field.contents()
-                for name, field in reader.fields.items()
-                if name == GGUF_EOS or not name.startswith("tokenizer.")
-            }
+            fields = {name: field.contents() for name, field in reader.fields.items()}
         except Exception as error:  # the reader raises whatever its numpy views raise
             raise ValueError(f"{file}: not a whole GGUF file: {error}") from error
         self._unread = set(self._tensors) - {"rope_freqs.weight"}  # read into the config
+        self.tokenizer_fields = {
+            name: value for name, value in fields.items() if name.startswith("tokenizer.")
+        }
         try:
             self.config = self._read_config(fields)
         except ValueError as error:
@@ -226,7 +224,6 @@ class GgufFile:
         _refuse_unsupported(fields, arch, head_dim)
         eps_name = f"{arch}.attention.layer_norm_rms_epsilon"
         check_float(eps_name, fields.get(eps_name), 0.0)
-        eos = fields.get(GGUF_EOS)
         factors = self._tensors.get("rope_freqs.weight")
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -247,7 +244,7 @@ class GgufFile:
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
             qk_norm="each_head" if "blk.0.attn_q_norm.weight" in self._tensors else None,
             tie_word_embeddings="output.weight" not in self._tensors,
-            eos_token_ids=() if eos is None else (eos,),
+            eos_token_ids=ends_of_text(fields, int(embedding.shape[1])),
         )
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -18,13 +18,11 @@ that does not exist is a FileNotFoundError.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import os
 import re
-import shutil
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -36,12 +34,12 @@ from nanobatch.detokenizer import Tokenizer
 from nanobatch.models.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.decoder import Decoder
+from nanobatch.models.gguf_tokenizer import gguf_tokenizer
 from nanobatch.models.hf_config import to_hf_config
 from nanobatch.models.presets import MODEL_PRESETS
-from nanobatch.models.tokenizer import ByteTokenizer, HFTokenizer
+from nanobatch.models.tokenizer import ByteTokenizer, read_tokenizer
 from nanobatch.models.variants import make_decoder
 from nanobatch.models.weight_names import Source, sources
-from nanobatch.utils.device import cache_directory
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BYTE_TOKENIZER = "byte_tokenizer"  # a file of this name says that tokens are bytes
@@ -107,7 +105,8 @@ def load(
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)
-        tokenizer = _tokenizer_of(path.parent, path) if checkpoint.has_tokenizer else None
+        with _naming(path):
+            tokenizer = gguf_tokenizer(checkpoint.tokenizer_fields)
         return LoadedModel(_build(checkpoint, dtype, device, shard), tokenizer)
     checkpoint = HFDirectory(path)
     checkpoint.config = checkpoint.config.for_context(max_model_len)
@@ -174,48 +173,24 @@ def _from_hub(hub_id: str, local_only: bool) -> Path | None:
     return Path(path) if has_weights else None
 
 
-def _tokenizer_of(directory: Path, gguf_file: Path | None = None) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, or None where it has none."""
+def _tokenizer_of(directory: Path) -> Tokenizer | None:
+    """The tokenizer in a directory, or None where it has none."""
     if (directory / BYTE_TOKENIZER).exists():
         return ByteTokenizer()
-    if gguf_file is None and not (directory / "tokenizer.json").exists():
-        return None
+    for names in (("tokenizer.json",), ("vocab.json", "merges.txt")):
+        if all((directory / name).exists() for name in names):
+            with _naming(directory / names[0]):
+                return read_tokenizer(directory)
+    return None
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Whatever a tokenizer's file raises is a ValueError that names the file."""
     try:
-        if gguf_file is None:
-            return _read_tokenizer(directory)
-        return _gguf_tokenizer(gguf_file)
+        yield
     except Exception as error:
-        where = gguf_file or directory / "tokenizer.json"
-        raise ValueError(f"{where}: the tokenizer cannot be read: {error}") from error
-
-
-def _read_tokenizer(directory: Path, **source: str) -> HFTokenizer:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **source)
-    return HFTokenizer(tokenizer)
-
-
-def _gguf_tokenizer(file: Path) -> HFTokenizer:
-    """transformers takes 3 s to convert a vocabulary of 49,152, so the result is cached."""
-    import transformers
-
-    stat = file.stat()
-    what = (str(file.resolve()), stat.st_size, stat.st_mtime_ns, transformers.__version__)
-    key = hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
-    kept = None
-    with contextlib.suppress(Exception):  # an unreadable cache: convert again
-        kept = cache_directory() / f"tokenizer-{key}"
-        if kept.exists():
-            return _read_tokenizer(kept)
-    tokenizer = _read_tokenizer(file.parent, gguf_file=file.name)
-    with contextlib.suppress(OSError):
-        if kept is not None:
-            folder = Path(tempfile.mkdtemp(dir=kept.parent))
-            tokenizer.hf.save_pretrained(folder)
-            shutil.rmtree(kept, ignore_errors=True)
-            folder.replace(kept)  # whole or not at all
-    return tokenizer
+        raise ValueError(f"{file}: the tokenizer cannot be read: {error}") from error
 
 
 def _build(

@@ -2,7 +2,7 @@
 
     resolve_device     "auto": a CUDA GPU where torch sees one, else the CPU
     resolve_dtype      "auto": a number format that the device multiplies fast
-    cache_directory    the user's folder for compiled kernels and converted tokenizers
+    cache_directory    the user's folder for compiled kernels
     refuse_as          turns "out of memory" into a ValueError
     measure_step       the memory of a GPU before and during one step
     cache_bytes        what a GPU has left for the KV cache

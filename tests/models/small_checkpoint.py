@@ -87,6 +87,7 @@ def write_gguf(
         add(f"{arch}.{name}", value)
     if tokenizer:
         writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list([chr(ord("a") + i) for i in range(V - 1)] + ["ab"])
         writer.add_token_merges(["a b"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)

@@ -31,8 +31,6 @@ from small_checkpoint import (
     write_gguf,
 )
 
-pytestmark = pytest.mark.usefixtures("kept")
-
 # ---- safetensors -----------------------------------------------------------------------
 
 

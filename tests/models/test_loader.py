@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,6 @@ from nanobatch import LLM, EngineConfig, SamplingParams
 from nanobatch.models import loader
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.models.weight_names import sources
-
-pytestmark = pytest.mark.usefixtures("kept")
 
 # ---- names -----------------------------------------------------------------------------
 
@@ -170,51 +167,6 @@ def test_code_beside_a_checkpoint_is_not_run(checkpoint, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda question: "y")
     fault = fault_in(checkpoint / "tokenizer.json", checkpoint)
     assert "tokenizer" in fault and not ran.exists()
-
-
-# ---- a GGUF's tokenizer is converted once ----------------------------------------------
-
-
-def read_tokenizers(monkeypatch):
-    """A list that grows with each tokenizer that is read: True if from a GGUF file."""
-    is_gguf, read = [], loader._read_tokenizer
-
-    def note(directory, **source):
-        is_gguf.append("gguf_file" in source)
-        return read(directory, **source)
-
-    monkeypatch.setattr(loader, "_read_tokenizer", note)
-    return is_gguf
-
-
-def test_a_gguf_s_tokenizer_is_converted_once(tmp_path, monkeypatch):
-    is_gguf, file = read_tokenizers(monkeypatch), write_gguf(tmp_path)
-    first, again = load(file).tokenizer, load(file).tokenizer
-    assert is_gguf == [True, False]
-    assert first.encode("cab") == again.encode("cab") == [2, V - 1]
-    assert first.decode([2, V - 1]) == again.decode([2, V - 1])
-    assert first.eos_token_ids == again.eos_token_ids
-    os.utime(file, (1, 1))  # perhaps another file
-    load(file)
-    assert is_gguf == [True, False, True]
-
-
-def test_a_kept_tokenizer_that_cannot_be_read_is_converted_anew(tmp_path, monkeypatch, kept):
-    is_gguf, file = read_tokenizers(monkeypatch), write_gguf(tmp_path)
-    load(file)
-    [directory] = kept.iterdir()
-    (directory / "tokenizer.json").write_text("{")
-    assert load(file).tokenizer.encode("cab") == [2, V - 1]
-    load(file)
-    assert is_gguf == [True, False, True, False]
-
-
-def test_nothing_can_be_kept(tmp_path, monkeypatch):
-    def fail():
-        raise PermissionError("read only")
-
-    monkeypatch.setattr(loader, "cache_directory", fail)
-    assert load(write_gguf(tmp_path)).tokenizer.encode("cab") == [2, V - 1]
 
 
 # ---- dummies ---------------------------------------------------------------------------
