@@ -27,6 +27,7 @@ from nanobatch.kernels import grouped_matmul as experts
 from nanobatch.kernels import triton_ops as elementwise_kernels
 from nanobatch.kernels.launch_config import MAX_SPLITS, choose_launch_config
 
+SPILL = r"\b(?:STL|LDL)\b"  # a store to the stack, a load from it
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 INT_POINTERS = dict.fromkeys(
@@ -144,13 +145,24 @@ def report(
         "stack": int(stack),
         "shared": compiled.metadata.shared,
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
-        "spills": count(r"STL[.\w]*|LDL[.\w]*"),
+        "spills": count(SPILL),
+        "spills_in_loops": sum(len(re.findall(SPILL, loop)) for loop in loops(code)),
         "matrix": count(r"HMMA[.\w]*|[HQ]GMMA[.\w]*|UTC\w*MMA[.\w]*"),
         "copies_8_byte": count(r"LDGSTS[.\w]*\.64"),
         "copies_16_byte": count(r"LDGSTS[.\w]*128"),
         "loads_16_byte": count(r"LDG[.\w]*128"),
         "copies": count(r"LDGSTS[.\w]*"),
     }
+
+
+def loops(code: str) -> list[str]:
+    """From each label to a branch back to it."""
+    found = []
+    for label in re.finditer(r"^(\.L\w+):", code, re.M):
+        rest = code[label.end() :]
+        if back := re.search(rf"\bBRA[.\w]* `\({re.escape(label[1])}\)", rest):
+            found.append(rest[: back.end()])
+    return found
 
 
 def output(*command) -> str:

