@@ -1,6 +1,6 @@
 """Renders one chat template in a process of its own; see models/chat_template.py.
 
-    python -m nanobatch.models.chat_sandbox   < {"template": ...}   > {"text": ...}
+    main()   stdin: {"template": ..., "variables": ...}   stdout: {"text": ...}
 
 A template can do here what transformers lets it do: Jinja's sandbox, without files, other
 templates, or attributes that Python gives a meaning.
@@ -129,7 +129,3 @@ def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
     """Jinja's own escapes HTML."""
     options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(x, ensure_ascii=ensure_ascii, **options)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,8 @@ A chat template is a program in the Jinja language that came with a checkpoint. 
 hours or ask for 100 GB, and no check of its source can tell. So it is rendered in a process of
 its own, which costs about 0.1 s and can be stopped:
 
-    render()  --template, messages, limits as JSON-->  python -m nanobatch.models.chat_sandbox
-              <--the text, or what is wrong--
+    render()  --template, messages, limits as JSON-->  chat_sandbox.main()
+              <-------the text, or what is wrong-----
 
 Always holds: whatever a template does, render() returns or raises ValueError soon after
 TIME_LIMIT. Where the system can limit a process's memory (Linux), the template gets no more
@@ -17,7 +17,6 @@ Source: apply_chat_template of Hugging Face transformers.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,10 @@ from pathlib import Path
 TIME_LIMIT = 10.0  # seconds, with the start of the process
 MAX_BYTES = 2**29  # of the process's memory
 MAX_ADDED_CHARS = 1_000_000  # that a template adds to what the messages hold
+START = (  # with our modules' paths as arguments
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from nanobatch.models.chat_sandbox import main; main()"
+)
 
 
 def render(
@@ -62,16 +65,14 @@ def render(
 
 def _in_a_process(request: bytes) -> dict:
     """What chat_sandbox.answer returns there, or why there is no answer."""
-    folder = Path(__file__).parents[2]  # where the package lies
-    path = os.pathsep.join(map(os.path.abspath, sys.path))  # it finds what we find
+    # Without the working directory (""), which may be the checkpoint's; -I is for isolated.
+    path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "nanobatch.models.chat_sandbox"],
+            [sys.executable, "-I", "-c", START, *path],
             input=request,
             capture_output=True,
             timeout=TIME_LIMIT,
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": path},
         )
     except subprocess.TimeoutExpired:
         return {"error": f"it takes longer than {TIME_LIMIT:g} s"}

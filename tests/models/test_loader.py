@@ -155,20 +155,6 @@ def test_a_tokenizer_that_cannot_be_read(checkpoint):
     assert "tokenizer" in fault_in(checkpoint / "tokenizer.json", checkpoint)
 
 
-def test_code_beside_a_checkpoint_is_not_run(checkpoint, monkeypatch):
-    """Nor is the user asked whether to run it, as transformers does by default."""
-    ran = checkpoint / "ran"
-    (checkpoint / "custom.py").write_text(f"open({str(ran)!r}, 'w')\nclass Custom: pass\n")
-    (checkpoint / "tokenizer.json").write_text("{}")
-    auto_map = {"AutoTokenizer": ["custom.Custom", "custom.Custom"]}
-    (checkpoint / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": auto_map, "tokenizer_class": "Custom"})
-    )
-    monkeypatch.setattr("builtins.input", lambda question: "y")
-    fault = fault_in(checkpoint / "tokenizer.json", checkpoint)
-    assert "tokenizer" in fault and not ran.exists()
-
-
 # ---- dummies ---------------------------------------------------------------------------
 
 # Parameters as the models' makers count them: tied embeddings once.
