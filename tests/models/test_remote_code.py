@@ -36,12 +36,15 @@ def module(mark) -> str:
     return f"open({str(mark)!r}, 'w').close()\n{classes}"
 
 
-def write_tokenizer(path) -> None:
-    """A tokenizer.json that can be read."""
+def write_tokenizer(path, whole=True) -> None:
+    """A tokenizer that can be read: in tokenizer.json, or in the older two files."""
     from tokenizers import Tokenizer, models
 
-    vocab = {chr(ord("a") + i): i for i in range(V)}
-    Tokenizer(models.BPE(vocab, [])).save(str(path / "tokenizer.json"))
+    model = models.BPE({chr(ord("a") + i): i for i in range(V)}, [])
+    if whole:
+        Tokenizer(model).save(str(path / "tokenizer.json"))
+    else:
+        model.save(str(path))  # vocab.json and merges.txt
 
 
 TOKENIZER_MAP = {"AutoTokenizer": ["custom.Custom", "custom.Custom"]}
@@ -120,12 +123,12 @@ def test_the_payloads_work(tmp_path):
 
 
 @pytest.mark.parametrize("door", NAMED)
-@pytest.mark.parametrize("kind", ["directory", "gguf"])
+@pytest.mark.parametrize("kind", ["tokenizer.json", "vocab.json", "gguf"])
 def test_a_module_that_is_named(kind, door, checkpoint, mark):
-    write_tokenizer(checkpoint)
+    write_tokenizer(checkpoint, whole=kind != "vocab.json")
     NAMED[door](checkpoint)
     (checkpoint / "custom.py").write_text(module(mark))
-    load_or_refuse(checkpoint if kind == "directory" else write_gguf(checkpoint))
+    load_or_refuse(write_gguf(checkpoint) if kind == "gguf" else checkpoint)
 
 
 @pytest.mark.parametrize("name", PICKLES)
@@ -160,7 +163,8 @@ def test_a_module_that_python_finds(name, checkpoint, mark, monkeypatch):
     assert llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=1)).finished
 
 
-def test_what_is_good_loads(checkpoint):
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_good_loads(whole, checkpoint):
     """The files that the doors are added to."""
-    write_tokenizer(checkpoint)
+    write_tokenizer(checkpoint, whole)
     assert load_or_refuse(checkpoint).tokenizer.encode("ab") == [0, 1]
