@@ -178,10 +178,8 @@ def pick(probs_RV: Tensor, numbers: Sequence[float]) -> list[int]:
     """The token of each row at which the cumulative probability passes the row's number in
     [0, 1). A row of probs_RV may have any sum: the number is a share of it."""
     cumulative_RV = probs_RV.cumsum(dim=-1)
-    total_R1 = cumulative_RV[:, -1:]
-    draw_R1 = probs_RV.new_tensor([[number] for number in numbers])
-    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    draw_R1 = torch.minimum(draw_R1 * total_R1, below_total_R1)  # rounding must not reach it
+    # A number has 53 bits, so it is at most 1 - 2**-53, and its share rounds to below the sum.
+    draw_R1 = probs_RV.new_tensor([[number] for number in numbers]) * cumulative_RV[:, -1:]
     # right=True: the first token whose cumulative probability is above the draw; a token of
     # probability 0 adds nothing and is never the first.
     return torch.searchsorted(cumulative_RV, draw_R1, right=True).flatten().tolist()

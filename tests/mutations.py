@@ -154,6 +154,73 @@ MUTATIONS = {
     "stop-is-streamed": Mutation("detokenizer.py", "len(self._text) - self._num_held_back()", "len(self._text)", "tests/models/test_tokenizer.py"),
     "first-stop-in-list-wins": Mutation("detokenizer.py", "_, start = min(found, key=lambda end_start: end_start[0])", "_, start = found[0]", "tests/models/test_tokenizer.py"),
     "stop-within-a-token-only": Mutation("detokenizer.py", "max(0, num_old - len(s) + 1)", "num_old", "tests/models/test_tokenizer.py"),
+    # ---- blocks
+    "last-of-equal-blocks": Mutation("block_allocator.py", "next(iter(self._holders[key]))", "next(reversed(self._holders[key]))", "tests/test_block_allocator.py"),
+    "chain-numbers-are-reused": Mutation("block_allocator.py", "self._chains[key] = self._next_chain\n", "self._chains[key] = len(self._chains)\n", "tests/test_block_allocator.py tests/test_shadow_cache.py"),
+    "acquire-a-block-twice": Mutation("block_allocator.py", "        self._check_distinct(\"acquire\", block_ids)\n", "", "tests/test_block_allocator.py"),
+    "cache-beyond-the-table": Mutation("block_allocator.py", "if num_full > len(block_table):", "if num_full > len(block_table) + 1:", "tests/test_block_allocator.py"),
+    # ---- metrics
+    "itl-of-an-ended-request": Mutation("metrics.py", "        self._last.pop(request_id, None)\n", "        pass\n", "tests/simulation tests/bench"),
+    "itl-percentile-one-up": Mutation("metrics.py", "if seen >= rank:", "if seen > rank:", "tests/simulation tests/bench"),
+    "share-of-recomputed": Mutation("metrics.py", "num_recomputed / max(1, num_computed + num_recomputed)", "num_recomputed / max(1, num_computed)", "tests/simulation tests/bench"),
+    "cached-tokens-were-computed": Mutation("metrics.py", "num_input + num_output - sum(m.num_cached_tokens for m in metrics)", "num_input + num_output", "tests/simulation tests/bench"),
+    "padding-share-of-rows": Mutation("metrics.py", "_share(self.num_padding, self.num_rows + self.num_padding)", "_share(self.num_padding, self.num_rows)", "tests/simulation tests/bench tests/test_engine.py"),
+    "copies-out-only": Mutation("metrics.py", "len(plan.swap_out) + len(plan.swap_in)", "len(plan.swap_out)", "tests/simulation tests/bench tests/policies tests/test_engine.py"),
+    "every-token-was-a-draft": Mutation("metrics.py", "self.num_accepted_tokens += num_tokens - num_samples", "self.num_accepted_tokens += num_tokens", "tests/extensions/test_speculative.py"),
+    "itl-of-replicas-not-summed": Mutation("metrics.py", "        self._sum += other._sum\n", "", "tests/simulation"),
+    "tpot-counts-the-first": Mutation("request.py", "decode_time / (self.num_output_tokens - 1)", "decode_time / self.num_output_tokens", "tests/simulation tests/bench tests/test_scheduler.py"),
+    "hits-of-a-second-admission": Mutation("request.py", "            self.metrics.num_cached_tokens = num_cached\n", "        self.metrics.num_cached_tokens = num_cached\n", "tests/test_scheduler.py tests/test_engine.py tests/simulation"),
+    # ---- cost
+    "chunks-go-through-lm-head": Mutation("simulation/cost_model.py", "num_logits += start + n == len(row.request.token_ids)", "num_logits += 1", "tests/simulation"),
+    "padding-reads-no-keys": Mutation("simulation/cost_model.py", "            num_keys += request.num_tokens\n", "", "tests/simulation"),
+    "all-reduce-once": Mutation("simulation/cost_model.py", "layer += 2 * (num_bytes / self.gpu.link + self.gpu.kernel_seconds)", "layer += num_bytes / self.gpu.link + self.gpu.kernel_seconds", "tests/simulation"),
+    "no-tiles": Mutation("simulation/cost_model.py", "num_padded = cdiv(num_tokens, TILE) * TILE", "num_padded = num_tokens", "tests/simulation"),
+    "copies-are-free": Mutation("simulation/cost_model.py", "return copy_seconds + self.seconds(", "return self.seconds(", "tests/simulation"),
+    "memory-of-one-gpu": Mutation("simulation/cost_model.py", "self.gpu.memory * self.tensor_parallel_size * utilization", "self.gpu.memory * utilization", "tests/simulation"),
+    "new-keys-are-not-written": Mutation("simulation/roofline.py", "(num_keys + num_written) * 2", "num_keys * 2", "tests/simulation"),
+    "every-mlp-has-a-gate": Mutation("simulation/roofline.py", "(3 if model.gated_mlp else 2)", "3", "tests/simulation"),
+    "a-hit-at-the-threshold": Mutation("simulation/router.py", "num_tokens if num_tokens > least else 0", "num_tokens if num_tokens >= least else 0", "tests/simulation/test_replicas.py"),
+    "far-apart-by-either": Mutation("simulation/router.py", "high - low > self.balance_abs_threshold and high", "high - low > self.balance_abs_threshold or high", "tests/simulation/test_replicas.py"),
+    # ---- masks
+    "full-tiles-cost-nothing": Mutation("attention_masks.py", "        num_tiles += int(mask.full_kv_num_blocks.sum())\n", "        pass\n", "tests/test_masks.py"),
+    "pads-are-keys": Mutation("attention_masks.py", " & (key_pos_S1L >= 0)", "", "tests/test_masks.py"),
+    "a-pad-sees-nothing": Mutation("attention_masks.py", "pos_SL.clamp(min=0).unsqueeze(2)", "pos_SL.unsqueeze(2)", "tests/test_masks.py"),
+    "window-starts-a-block-late": Mutation("kernels/gather.py", "(seq_lens - query_lens - window + 1)", "(seq_lens - query_lens - window + block_size)", "tests/test_attention.py"),
+    "softcap-before-the-scale": Mutation("kernels/ops.py", "(q_SHTD @ k_SHLD.transpose(2, 3)).float() * scale\n    scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)", "(q_SHTD @ k_SHLD.transpose(2, 3)).float()\n    scores_SHTL = scale * softcap * torch.tanh(scores_SHTL / softcap)", "tests/test_attention.py tests/models/test_models.py"),
+    # ---- sampling
+    "min-p-of-one": Mutation("sampler.py", "probs_RV < column(\"min_p\") * probs_RV.amax(dim=-1, keepdim=True)", "probs_RV < column(\"min_p\")", "tests/test_sampler.py"),
+    "probabilities-do-not-sum-to-one": Mutation("sampler.py", "return probs_RV / probs_RV.sum(dim=-1, keepdim=True)", "return probs_RV", "tests/test_sampler.py tests/extensions/test_speculative.py"),
+    "top-p-of-all-mass": Mutation("sampler.py", "top_p_X1 * mass_XV[:, -1:]", "top_p_X1", "tests/test_sampler.py"),
+    "stop-ids-out-of-the-vocabulary": Mutation("sampler.py", "[t for t in row.stop_token_ids if t < logits_SV.shape[1]]", "list(row.stop_token_ids)", "tests/test_sampler.py"),
+    "left-is-drawn-by-the-same-number": Mutation("extensions/rejection_sampling.py", "uniform(rows[r], \":left\")", "uniform(rows[r], \":accept\")", "tests/extensions/test_speculative.py"),
+    "proposals-without-penalties": Mutation("extensions/rejection_sampling.py", "probabilities(adjust(logits_SV[drawn], drawn_rows), drawn_rows)", "probabilities(logits_SV[drawn], drawn_rows)", "tests/extensions/test_speculative.py"),
+    "a-draft-past-the-end": Mutation("extensions/speculative.py", "request.max_total_tokens - num_next,", "request.max_total_tokens - num_next + 1,", "tests/extensions/test_speculative.py"),
+    "the-first-earlier-place": Mutation("extensions/speculative.py", "text.rfind(last, 0, end)", "text.find(last, 0, end)", "tests/extensions/test_speculative.py"),
+    "the-shortest-lookup-is-left-out": Mutation("extensions/speculative.py", "self.shortest - 1, -1):", "self.shortest, -1):", "tests/extensions/test_speculative.py"),
+    # ---- graphs, cache
+    "no-graph-of-the-largest-batch": Mutation("extensions/cuda_graphs.py", "*range(8, max_num_seqs, 8), max_num_seqs}", "*range(8, max_num_seqs, 8)}", "tests/extensions/test_decode_graphs.py"),
+    "pads-have-a-key": Mutation("extensions/cuda_graphs.py", "seq_lens_S=F.pad(batch.seq_lens_S, (0, num_pads))", "seq_lens_S=F.pad(batch.seq_lens_S, (0, num_pads), value=1)", "tests/extensions/test_decode_graphs.py"),
+    "logits-of-chunks-too": Mutation("extensions/cuda_graphs.py", "return logits_SV if len(sampling) == len(rows) else logits_SV[sampling]", "return logits_SV", "tests/extensions/test_decode_graphs.py"),
+    "scales-of-keys-for-values": Mutation("extensions/quantized_cache.py", "(self.values, self.v_scales, v_TKD)", "(self.values, self.k_scales, v_TKD)", "tests/extensions/test_kv_cache.py"),
+    "fp8-on-any-gpu": Mutation("extensions/quantized_cache.py", "if capability < FP8_CAPABILITY:", "if False:", "tests/extensions/test_kv_cache.py"),
+    "columns-by-rows": Mutation("extensions/ranks.py", "parts.transpose(0, 1).flatten(1)", "parts.flatten(1)", "tests/extensions/test_tensor_parallel.py"),
+    # ---- models
+    "few-exact-logits": Mutation("models/decoder.py", "logits_SV.scatter_(1, best_SX, exact_SX)", "logits_SV.scatter_(1, best_SX[:, :1], exact_SX[:, :1])", "tests/test_layers.py tests/models/test_models.py"),
+    "shares-not-normed": Mutation("models/experts.py", "        if self.norms:\n", "        if False:\n", "tests/models/test_experts.py"),
+    "embedding-multiplier-in-float32": Mutation("models/variants.py", "torch.tensor(self.multiplier, dtype=x_TE.dtype)", "self.multiplier", "tests/models/test_models.py"),
+    "launch-splits-prefills": Mutation("kernels/launch_config.py", "    if max_query_len == 1:\n", "    if True:\n", "tests/kernels/test_kernels.py tests/kernels/test_compiled_kernels.py"),
+    "group-does-not-fit-its-rows": Mutation("kernels/launch_config.py", "max(16, next_power_of_two(group), next_power_of_two(rows))", "max(16, next_power_of_two(rows))", "tests/kernels/test_kernels.py"),
+    # ---- lengths, figures, checks, workload
+    "longest-is-forgotten": Mutation("policies/lengths.py", "bisect.bisect_left(self._lengths, self._recent[0])", "-1", "tests/policies/test_policy.py"),
+    "as-long-is-longer": Mutation("policies/lengths.py", "bisect.bisect_right(self._lengths, len(request.output_token_ids))", "bisect.bisect_left(self._lengths, len(request.output_token_ids))", "tests/policies/test_policy.py"),
+    "overdue-a-moment-late": Mutation("policies/ordering.py", "bisect.bisect_right(waiting, now - max_wait", "bisect.bisect_left(waiting, now - max_wait", "tests/policies/test_policy.py tests/test_shadow_cache.py"),
+    "slot-is-taken-while-busy": Mutation("viz/timeline.py", "if free_at[s] <= start]", "if free_at[s] < start]", "tests/bench/test_ladder.py"),
+    "pads-on-the-right": Mutation("viz/padding.py", "[\"pad\"] * (longest_prompt - num_prompt)\n        + [\"prompt\"] * num_prompt\n", "[\"prompt\"] * num_prompt\n        + [\"pad\"] * (longest_prompt - num_prompt)\n", "tests/check/test_chapter2.py tests/check/test_notebooks.py"),
+    "a-state-that-changes": Mutation("viz/pool_state.py", "copies = {i: tuple(table) for i, table in tables.items()}", "copies = dict(tables)", "tests/check/test_chapter5.py tests/check/test_notebooks.py"),
+    "a-bool-is-a-number": Mutation("check/compare.py", "isinstance(found, (int, float)) and not isinstance(found, bool)", "isinstance(found, (int, float))", "tests/check"),
+    "other-shapes-are-equal": Mutation("check/compare.py", "if not isinstance(found, Tensor) or found.shape != wanted.shape:", "if not isinstance(found, Tensor):", "tests/check"),
+    "requests-follow-the-rate": Mutation("bench/workload.py", "arrival_times(num_prompts, request_rate, burstiness, random.Random(seed + 1))", "arrival_times(num_prompts, request_rate, burstiness, rng)", "tests/bench/test_workload.py"),
+    "two-of-a-kind": Mutation("tiny_model/grammar.py", "[k for k in KINDS[sex_of[pal]] if k != kind]", "list(KINDS[sex_of[pal]])", "tests/models/test_tiny_model.py"),
 }
 # fmt: on
 
@@ -173,7 +240,7 @@ def survives(name: str) -> bool:
         file.write_text(text.replace(mutation.old, mutation.new))
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:nbmake",
+            [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:nbmake",
              *mutation.tests.split()],
             cwd=copy, env=env, capture_output=True, text=True,
         )  # fmt: skip

@@ -233,6 +233,13 @@ def test_needed_scores_are_the_entries_of_the_mask():
             assert needed_scores(query_lens, seq_lens, window) == wanted
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_each_row_of_a_padded_mask_sees_a_key(window):
+    """A pad too: a softmax over no keys would be NaN."""
+    mask = padded_mask(LENS, max_len=max(LENS) + 3, sliding_window=window)
+    assert mask.any(dim=-1).all()
+
+
 def test_waste_counted_by_hand():
     # A window of 2: of 2 and 3 tokens 1 + 2 and 1 + 2 + 2 scores are needed.
     assert wasted_share(block_diagonal_mask([2, 3], 2), [2, 3], 2) == pytest.approx(1 - 8 / 25)

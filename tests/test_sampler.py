@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from nanobatch import SamplingParams
-from nanobatch.sampler import SamplingRow, sample
+from nanobatch.sampler import SamplingRow, probabilities, sample
 
 NUM_DRAWS = 2000
 NAN, INF = math.nan, math.inf
@@ -422,6 +422,16 @@ def test_a_row_with_everything_held_back_ends_alone():
     first, second = sample(torch.tensor([[1.0, 2.0]] * 2), [stuck, row(temperature=0)])
     assert first.error
     assert second.token_id == 1
+
+
+def test_probabilities_sum_to_one():
+    """Also where something was cut: drafts are accepted by the quotient of two of them."""
+    random = Random(4)
+    rows = [random_row(random) for _ in range(40)]
+    rows = [r for r in rows if r.params.temperature > 0]
+    logits = torch.tensor([random_logits(random) for _ in rows])
+    total = probabilities(logits, rows).sum(dim=-1)
+    assert torch.allclose(total, torch.ones_like(total), rtol=1e-12)
 
 
 def test_the_raw_logits_are_not_changed():

@@ -134,7 +134,7 @@ def test_inter_token_latencies_by_hand():
     itl.step(["a", "b"], 2.0)  # a: 0.5, 0.5; b: 1.0
     assert itl.mean == pytest.approx(2 / 3)
     assert itl.percentile(50) == pytest.approx(0.5, rel=0.01)
-    assert itl.percentile(99) == pytest.approx(1.0, rel=0.01)
+    assert itl.percentile(99) == itl.percentile(100) == pytest.approx(1.0, rel=0.01)
     itl.forget("b")
     itl.step(["b"], 9.0)  # a new request of that name: its first token
     assert itl.mean == pytest.approx(2 / 3)

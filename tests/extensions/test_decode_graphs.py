@@ -120,6 +120,18 @@ def test_replay_is_the_eager_step():
     assert replayed == [5, 1, 4, 4, 2]
 
 
+@torch.inference_mode()
+def test_a_chunk_of_one_token_is_replayed_and_has_no_logits():
+    runner, replayed = runner_with_graphs(
+        num_blocks=8, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=16
+    )
+    rows = [Row([40], 0, [0]), Row([41], 0, [1], num_logits=0), Row([42], 0, [2])]
+    wanted = runner.compute_eagerly(rows)
+    assert len(wanted) == 2
+    torch.testing.assert_close(runner.compute(rows), wanted, atol=1e-4, rtol=0)
+    assert replayed == [4]
+
+
 def test_an_engine_with_graphs_says_the_same():
     """Eight requests, ragged, preempted; steps with any prefill in them run eagerly."""
     knobs = {"num_blocks": 9, "max_num_seqs": 6, "max_num_batched_tokens": 16}

@@ -230,6 +230,8 @@ def test_launch_config_by_hand():
     )
     # a group larger than 16 sets the rows
     assert choose_launch_config(4, 4, 1, 71, 1, 64, 2, 132).block_m == 128
+    launch = choose_launch_config(4, 4, 1, 71, 1, 64, 4, 132)  # in float32 too
+    assert (launch.block_m, launch.block_q) == (128, 1)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])

@@ -38,13 +38,14 @@ from transformers import (
     Qwen3MoeConfig,
     Starcoder2Config,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from nanobatch import LLM, EngineConfig, LLMEngine, ModelRunner, SamplingParams
 from nanobatch.attention import PagedAttend
 from nanobatch.batch import Row, pack
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.models.decoder import Decoder
-from nanobatch.models.variants import make_decoder
+from nanobatch.models.decoder import Decoder, LMHead
+from nanobatch.models.variants import ScaledEmbedding, make_decoder
 from nanobatch.utils.arithmetic import cdiv
 
 gguf = pytest.importorskip("gguf")
@@ -479,6 +480,28 @@ def test_a_bfloat16_checkpoint_loads_as_float32(tmp_path):
     model = decoder_of(checkpoint.load())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert_logits_close(paged_logits(model, checkpoint.prompts), checkpoint.logits())
+
+
+def test_the_largest_logits_are_exact_in_bfloat16():
+    """Those of float32 products; the others are rounded to bfloat16."""
+    head, generator = LMHead(64, 256), torch.Generator().manual_seed(0)
+    weight_VE = torch.randn(256, 64, generator=generator).bfloat16()
+    head.weight = torch.nn.Parameter(weight_VE, requires_grad=False)
+    hidden_SE = torch.randn(3, 64, generator=generator).bfloat16()
+    exact_SV = hidden_SE.float() @ weight_VE.float().T
+    found_SV = head(hidden_SE)
+    best_SX = exact_SV.topk(24).indices
+    torch.testing.assert_close(
+        found_SV.gather(1, best_SX), exact_SV.gather(1, best_SX), atol=1e-4, rtol=0
+    )
+    assert (found_SV - exact_SV).abs().max() > 1e-2, "the others"
+
+
+def test_an_embedding_s_multiplier_is_rounded_as_in_transformers():
+    ids, size = torch.arange(8), 48
+    theirs = Gemma3TextScaledWordEmbedding(8, size, 0, embed_scale=size**0.5).bfloat16()
+    ours = ScaledEmbedding(theirs.weight, size**0.5)
+    assert torch.equal(ours(ids), theirs(ids))
 
 
 def test_bfloat16_is_near_float32(tmp_path):

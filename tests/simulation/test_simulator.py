@@ -5,6 +5,7 @@ profiles (Microsoft, MIT licence; data/profiling/compute/<gpu>/meta-llama/Llama-
 at commit 7d47513; one GPU, fp16), ms for the four matrix products of a layer.
 """
 
+import dataclasses
 import itertools
 
 import pytest
@@ -122,6 +123,22 @@ def test_tensor_parallel_shares_weights_and_pays_for_it():
         for tp in (1, 2, 4)
     )
     assert one / 2 < two < one / 1.5 and two / 2 < four < two
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_all_reduces_by_hand(tp):
+    """Two in each layer: a ring sends each of T x E 16-bit numbers 2 (tp - 1) / tp times."""
+    T, gpu = 64, dataclasses.replace(GPUS["a100-80gb"], kernel_seconds=0.0)
+    slow, fast = (
+        CostModel(
+            MODEL_PRESETS["llama-2-7b"],
+            dataclasses.replace(gpu, link=link),
+            tensor_parallel_size=tp,
+        ).seconds(T, 0, 0, 0)
+        for link in (300e9, 1e30)
+    )
+    one_layer = 2 * (2 * (tp - 1) / tp * T * 4096 * 2) / 300e9
+    assert slow - fast == pytest.approx(32 * one_layer)
 
 
 def test_memory_by_hand_and_a_model_that_does_not_fit():
