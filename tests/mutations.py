@@ -5,7 +5,8 @@
     python tests/mutations.py --all            about ten minutes on two cores
 
 A mutation is applied to a copy of the repository, and the tests that should catch it are run
-there, two mutations at a time. The exit status is the number of mutations that survived.
+there, two mutations at a time; once also without any mutation, where they must pass. The exit
+status is the number of mutations that survived.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -215,43 +217,56 @@ MUTATIONS = {
     "as-long-is-longer": Mutation("policies/lengths.py", "bisect.bisect_right(self._lengths, len(request.output_token_ids))", "bisect.bisect_left(self._lengths, len(request.output_token_ids))", "tests/policies/test_policy.py"),
     "overdue-a-moment-late": Mutation("policies/ordering.py", "bisect.bisect_right(waiting, now - max_wait", "bisect.bisect_left(waiting, now - max_wait", "tests/policies/test_policy.py tests/test_shadow_cache.py"),
     "slot-is-taken-while-busy": Mutation("viz/timeline.py", "if free_at[s] <= start]", "if free_at[s] < start]", "tests/bench/test_ladder.py"),
-    "pads-on-the-right": Mutation("viz/padding.py", "[\"pad\"] * (longest_prompt - num_prompt)\n        + [\"prompt\"] * num_prompt\n", "[\"prompt\"] * num_prompt\n        + [\"pad\"] * (longest_prompt - num_prompt)\n", "tests/check/test_chapter2.py tests/check/test_notebooks.py"),
-    "a-state-that-changes": Mutation("viz/pool_state.py", "copies = {i: tuple(table) for i, table in tables.items()}", "copies = dict(tables)", "tests/check/test_chapter5.py tests/check/test_notebooks.py"),
-    "a-bool-is-a-number": Mutation("check/compare.py", "isinstance(found, (int, float)) and not isinstance(found, bool)", "isinstance(found, (int, float))", "tests/check"),
-    "other-shapes-are-equal": Mutation("check/compare.py", "if not isinstance(found, Tensor) or found.shape != wanted.shape:", "if not isinstance(found, Tensor):", "tests/check"),
+    "pads-on-the-right": Mutation("viz/padding.py", "[\"pad\"] * (longest_prompt - num_prompt)\n        + [\"prompt\"] * num_prompt\n", "[\"prompt\"] * num_prompt\n        + [\"pad\"] * (longest_prompt - num_prompt)\n", "tests/check/test_chapter2.py"),
+    "a-state-that-changes": Mutation("viz/pool_state.py", "copies = {i: tuple(table) for i, table in tables.items()}", "copies = dict(tables)", "tests/check/test_chapter5.py"),
+    "a-bool-is-a-number": Mutation("check/compare.py", "isinstance(found, (int, float)) and not isinstance(found, bool)", "isinstance(found, (int, float))", "tests/check/test_compare.py"),
+    "other-shapes-are-equal": Mutation("check/compare.py", "if not isinstance(found, Tensor) or found.shape != wanted.shape:", "if not isinstance(found, Tensor):", "tests/check/test_compare.py"),
     "requests-follow-the-rate": Mutation("bench/workload.py", "arrival_times(num_prompts, request_rate, burstiness, random.Random(seed + 1))", "arrival_times(num_prompts, request_rate, burstiness, rng)", "tests/bench/test_workload.py"),
     "two-of-a-kind": Mutation("tiny_model/grammar.py", "[k for k in KINDS[sex_of[pal]] if k != kind]", "list(KINDS[sex_of[pal]])", "tests/models/test_tiny_model.py"),
 }
 # fmt: on
 
 
-def survives(name: str) -> bool:
-    """Whether the tests pass with the mutation in place; says what caught it."""
-    mutation = MUTATIONS[name]
+def run_tests(tests: str, mutation: Mutation | None = None) -> tuple[int, str]:
+    """The exit status and the output of some tests, in a copy of the repository."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "notebooks")
-        )
-        file = copy / "nanobatch" / mutation.file
-        text = file.read_text()
-        count = text.count(mutation.old)
-        assert count == 1, f"{name}: {mutation.file} has {count} places like {mutation.old!r}"
-        file.write_text(text.replace(mutation.old, mutation.new))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+        if mutation is not None:
+            file = copy / "nanobatch" / mutation.file
+            text = file.read_text()
+            assert text.count(mutation.old) == 1, (
+                f"{mutation.file} has not one {mutation.old!r}"
+            )
+            file.write_text(text.replace(mutation.old, mutation.new))
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:nbmake",
-             *mutation.tests.split()],
+            [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider",
+             "-p", "no:nbmake", *tests.split()],
             cwd=copy, env=env, capture_output=True, text=True,
         )  # fmt: skip
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    by = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else "a crash"
-    has_passed = done.returncode == 0
-    was_tried = " passed" in done.stdout or not has_passed
-    if has_passed:
+        return done.returncode, done.stdout
+
+
+def survives(name: str) -> bool:
+    """Whether the tests pass with the mutation in place; says what caught it."""
+    status, output = run_tests(MUTATIONS[name].tests, MUTATIONS[name])
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    was_tried = status != 0 or " passed" in output
+    if status != 0:
+        by = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else "a crash"
+    else:
         by = "SURVIVED" if was_tried else "not tried: its tests are skipped here (AMX, say)"
     print(f"{name:40} {by}", flush=True)
-    return has_passed and was_tried
+    return status == 0 and was_tried
+
+
+def check_control(names: Iterable[str]) -> None:
+    """Exit unless the tests of these mutations pass without any: else they catch nothing."""
+    tests = sorted({test for name in names for test in MUTATIONS[name].tests.split()})
+    status, output = run_tests(" ".join(tests))
+    if status != 0:
+        sys.exit(f"{output}\nThese tests fail without a mutation.")
 
 
 def main() -> int:
@@ -265,8 +280,12 @@ def main() -> int:
     if args.list:
         print("\n".join(MUTATIONS))
         return 0
+    names = list(MUTATIONS) if args.all else args.names
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        return sum(pool.map(survives, MUTATIONS if args.all else args.names))
+        control = pool.submit(check_control, names)
+        num_survivors = sum(pool.map(survives, names))
+        control.result()
+    return num_survivors
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from nanobatch import LLM, SamplingParams
 from nanobatch.models.loader import TINY_DIR
 from nanobatch.tiny_model import train
-from nanobatch.tiny_model.grammar import NAMES, THINGS, WORDS, opening, story, words_of
+from nanobatch.tiny_model.grammar import KINDS, NAMES, THINGS, WORDS, opening, story, words_of
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,14 @@ def test_the_grammar_keeps_its_promises():
         lengths.append(len(text))
     assert max(lengths) < 400
     assert max(lengths) > 2 * min(lengths)
+
+
+def test_hero_and_friend_are_of_two_kinds():
+    """Of two foxes, "the fox" would be either."""
+    kinds = {kind for kinds in KINDS.values() for kind in kinds}
+    for seed in range(500):
+        text = story(random.Random(seed))
+        assert len(kinds & set(words_of(text))) == 2, text
 
 
 def test_training_repeats_itself():
