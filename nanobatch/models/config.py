@@ -30,7 +30,11 @@ from nanobatch.config import EngineConfig
 from nanobatch.utils.cache_size import row_bytes
 from nanobatch.utils.checks import check_choice, check_float, check_int
 
-MAX_LAYERS = 1000  # more is a mistake in the file, and would take hours to build
+# More is a mistake in the file, and would take hours to build, or give no numbers.
+MAX_LAYERS = 1000
+MAX_HEADS_SIZE = 2**20  # num_heads * head_dim
+MAX_EPS = 0.01
+MIN_THETA, MAX_THETA = 1.0, 1e15
 NORMS = ("rms", "layer")
 QK_NORMS = (None, "each_head", "all_heads")
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -137,9 +141,11 @@ class ModelConfig:
         check_int("num_experts", self.num_experts, 0, 2**16)
         if self.num_experts:
             check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
-        check_float("rms_norm_eps", self.rms_norm_eps, 0.0)
-        positive = "rope_theta local_rope_theta rope_attention_factor "
-        positive += "attention_multiplier logits_scaling "
+        check_float("rms_norm_eps", self.rms_norm_eps, 0.0, MAX_EPS, open_low=True)
+        check_float("rope_theta", self.rope_theta, MIN_THETA, MAX_THETA)
+        if self.local_rope_theta is not None:
+            check_float("local_rope_theta", self.local_rope_theta, MIN_THETA, MAX_THETA)
+        positive = "rope_attention_factor attention_multiplier logits_scaling "
         positive += "attn_logit_softcapping final_logit_softcapping"
         for name in positive.split():
             if getattr(self, name) is not None:
@@ -158,6 +164,11 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, "
                 f"which is {self.num_kv_heads}"
+            )
+        if self.num_heads * self.head_dim > MAX_HEADS_SIZE:
+            raise ValueError(
+                f"num_heads is {self.num_heads} and head_dim {self.head_dim}; their product "
+                f"must be <= {MAX_HEADS_SIZE}"
             )
         if self.sliding_window is not None:
             check_int("sliding_window", self.sliding_window, 1)

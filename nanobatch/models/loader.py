@@ -31,20 +31,24 @@ import torch
 from torch import Tensor
 
 from nanobatch.detokenizer import Tokenizer
-from nanobatch.models.checkpoints import Checkpoint, Dummy, GgufFile, HFDirectory
+from nanobatch.models.checkpoints import Checkpoint, Dummy, HFDirectory
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.decoder import Decoder
+from nanobatch.models.gguf_checkpoint import GgufFile
 from nanobatch.models.gguf_tokenizer import gguf_tokenizer
 from nanobatch.models.hf_config import to_hf_config
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.models.tokenizer import ByteTokenizer, read_tokenizer
 from nanobatch.models.variants import make_decoder
 from nanobatch.models.weight_names import Source, sources
+from nanobatch.utils.device import free_bytes, refuse_as
+from nanobatch.utils.files import check_files_in
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BYTE_TOKENIZER = "byte_tokenizer"  # a file of this name says that tokens are bytes
 TINY_DIR = Path(__file__).parent.parent / "tiny_model"
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
+FILES = [*HUB_FILES, "additional_chat_templates/*", BYTE_TOKENIZER]  # that may be opened
 
 
 class Shard(Protocol):
@@ -101,16 +105,18 @@ def load(
             raise ValueError(
                 f"model is {name!r}; dummy: takes one of {', '.join(MODEL_PRESETS)}"
             )
-        return LoadedModel(make_dummy(MODEL_PRESETS[shape], dtype, device, seed, shard), None)
+        dummy = Dummy(MODEL_PRESETS[shape], seed, device)
+        return LoadedModel(_build(name, dummy, dtype, device, shard), None)
     path = _find(name)
     if path.suffix == ".gguf":
         checkpoint = GgufFile(path)
         with _naming(path):
             tokenizer = gguf_tokenizer(checkpoint.tokenizer_fields)
-        return LoadedModel(_build(checkpoint, dtype, device, shard), tokenizer)
+        return LoadedModel(_build(name, checkpoint, dtype, device, shard), tokenizer)
+    check_files_in(path, FILES)
     checkpoint = HFDirectory(path)
     checkpoint.config = checkpoint.config.for_context(max_model_len)
-    return LoadedModel(_build(checkpoint, dtype, device, shard), _tokenizer_of(path))
+    return LoadedModel(_build(name, checkpoint, dtype, device, shard), _tokenizer_of(path))
 
 
 def make_dummy(
@@ -122,7 +128,7 @@ def make_dummy(
 ) -> Decoder:
     """A decoder of any shape with seeded random weights."""
     device = torch.device(device)
-    return _build(Dummy(config, seed, device), dtype, device, shard)
+    return _build("dummy", Dummy(config, seed, device), dtype, device, shard)
 
 
 def _find(name: str) -> Path:
@@ -137,7 +143,9 @@ def _find(name: str) -> Path:
         )
     if not name:
         raise FileNotFoundError("model is ''; it must be a name or a path")
-    path = Path(name).expanduser()
+    path = Path(name)
+    with contextlib.suppress(RuntimeError, ValueError):  # no such user, or no name at all
+        path = path.expanduser()
     if os.path.exists(path):  # Path.exists raises for a name that is too long
         if path.is_dir() or path.suffix == ".gguf":
             return path
@@ -194,25 +202,71 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def _build(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, shard: Shard | None
+    name: str,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard | None,
 ) -> Decoder:
     """A decoder of the checkpoint's shape with its tensors, or a shard of it: each tensor is
-    cut as it is read, so that no process ever holds the whole model."""
-    config = checkpoint.config
+    cut as it is read, so that no process ever holds the whole model. Before that, the
+    checkpoint has all of them and nothing else, and there is memory for them."""
+    config, wanted = checkpoint.config, {}
+    for ours, source in sources(config):  # layer by layer: the first that is missing ends it
+        for part in source.parts:
+            checkpoint.check(*part)
+        wanted[ours] = source
+    checkpoint.check_none_left()
+    if config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
     with torch.device("meta"):
         model = make_decoder(config if shard is None else shard.config(config))
     weights = {}
-    for name, source in sources(config).items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            weights[name] = weights["embed.weight"]
-            continue
-        whole = _read(checkpoint, source, dtype, device)
-        weights[name] = whole if shard is None else shard.tensor(name, whole, config)
-    checkpoint.check_all_read()
+    with refuse_as(_check_memory(name, model, checkpoint, wanted, dtype, device)):
+        for ours, source in wanted.items():
+            whole = _read(checkpoint, source, dtype, device)
+            weights[ours] = whole if shard is None else shard.tensor(ours, whole, config)
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["embed.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
     if shard is not None:
         shard.connect(model, config)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _check_memory(
+    name: str,
+    model: Decoder,
+    checkpoint: Checkpoint,
+    wanted: dict[str, Source],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """What to say if there is not enough memory after all.
+
+    Weights that stay in a mapped file are not counted: the system drops their pages when it
+    needs to.
+
+    Raises:
+        ValueError: there is not enough for the weights.
+    """
+    shapes, num_bytes = model.state_dict(), 0
+    for ours, source in wanted.items():
+        is_one = source.is_plain and len(source.parts) == 1
+        if device.type == "cpu" and is_one and checkpoint.is_mapped(source.parts[0][0], dtype):
+            continue
+        itemsize = (torch.float32 if source.is_exact else dtype).itemsize
+        num_bytes += shapes[ours].numel() * itemsize
+    free = free_bytes(device)
+    has = "it has less" if free is None else f"{free:,} are free"
+    message = (
+        f"model is {name!r}; its weights take {num_bytes:,} bytes of {device}'s memory in "
+        f"{str(dtype).removeprefix('torch.')}, and {has}: take a smaller model, another dtype "
+        "or another device"
+    )
+    if free is not None and num_bytes > free:
+        raise ValueError(message)
+    return message
 
 
 def _read(
@@ -250,7 +304,7 @@ def save(model: Decoder, directory: Path) -> None:
     if model.layout is not None:
         raise ValueError("a model that a ModelRunner laid out cannot be saved; load it again")
     tensors, ours = {}, model.state_dict()
-    for name, source in sources(config).items():
+    for name, source in sources(config):
         if not source.is_plain:
             raise ValueError(f"a {config.architecture} cannot be saved; use its own directory")
         pieces = ours[name].split([shape[0] for _, shape in source.parts])

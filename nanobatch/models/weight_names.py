@@ -16,6 +16,7 @@ Source: Hugging Face's modeling files.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanobatch.models.config import ModelConfig
@@ -69,8 +70,9 @@ class Source:
         return self == Source(self.parts)
 
 
-def sources(config: ModelConfig) -> dict[str, Source]:
-    """For each tensor of Decoder(config).state_dict(), how it is made."""
+def sources(config: ModelConfig) -> Iterator[tuple[str, Source]]:
+    """For each tensor of Decoder(config).state_dict(), its name and how it is made. One layer's
+    are listed when they are asked for: a config may ask for more than any checkpoint has."""
     E, V = config.hidden_size, config.vocab_size
     embedding = Source([("model.embed_tokens.weight", (V, E))])
     table = {
@@ -80,13 +82,15 @@ def sources(config: ModelConfig) -> dict[str, Source]:
         else Source([("lm_head.weight", (V, E))]),
     }
     _add_norm(table, config, "norm", "model.norm", E)
+    yield from table.items()
     for layer in range(config.num_layers):
+        table = {}
         _add_attention(table, config, layer)
         if config.has_experts(layer):
             _add_experts(table, config, layer)
         else:
             _add_mlp(table, config, layer)
-    return table
+        yield from table.items()
 
 
 def _add_norm(

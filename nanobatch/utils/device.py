@@ -3,6 +3,7 @@
     resolve_device     "auto": a CUDA GPU where torch sees one, else the CPU
     resolve_dtype      "auto": a number format that the device multiplies fast
     cache_directory    the user's folder for compiled kernels
+    free_bytes         the memory it has left, before weights are made
     refuse_as          turns "out of memory" into a ValueError
     measure_step       the memory of a GPU before and during one step
     cache_bytes        what a GPU has left for the KV cache
@@ -25,8 +26,10 @@ from typing import NamedTuple
 import torch
 
 from nanobatch.utils.cache_size import blocks_on_gpu
+from nanobatch.utils.memory import free_memory
 
-CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # in torch's messages
+# in torch's messages
+CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 # What torch 2.9 has in place of get_capabilities. All CPUs with AMX's tiles multiply bfloat16.
 ASKED_ONE_BY_ONE = {
     "avx512_bf16": "_is_avx512_bf16_supported",
@@ -85,11 +88,21 @@ def cache_directory() -> Path:
     return directory
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None if that is not known."""
+    if device.type != "cuda":
+        return free_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 @contextlib.contextmanager
 def refuse_as(message: str) -> Iterator[None]:
-    """Raise ValueError(message) if torch runs out of memory."""
+    """Raise ValueError(message) if torch or NumPy runs out of memory."""
     try:
         yield
+    except MemoryError:
+        raise ValueError(message) from None
     except RuntimeError as error:
         # On a GPU the type says so, on a CPU only the text does.
         is_gpu = isinstance(error, torch.OutOfMemoryError)

@@ -74,17 +74,28 @@ GGUF_FIELDS = {
 
 
 def write_gguf(
-    path: Path, arch: str = "llama", changes=None, weights=None, tokenizer: bool = True
+    path: Path,
+    arch: str = "llama",
+    changes=None,
+    weights=None,
+    tokenizer: bool = True,
+    more=None,
+    alignment: int | None = None,
 ) -> Path:
-    """The good checkpoint as GGUF. A field or a tensor that is None is left out."""
+    """The good checkpoint as GGUF. A field or a tensor that is None is left out; `more` are
+    fields and tensors by their whole names."""
     file = path / "model.gguf"
     writer = gguf.GGUFWriter(file, arch)
-    for name, value in (GGUF_FIELDS | (changes or {})).items():
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    fields = {f"{arch}.{name}": x for name, x in (GGUF_FIELDS | (changes or {})).items()}
+    for name, value in (fields | (more or {})).items():
         add = {
             int: writer.add_int32, float: writer.add_float32, str: writer.add_string,
             list: writer.add_array, type(None): lambda key, value: None,
+            torch.Tensor: lambda key, value: writer.add_tensor(key, value.numpy()),
         }[type(value)]  # fmt: skip
-        add(f"{arch}.{name}", value)
+        add(name, value)
     if tokenizer:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")

@@ -1,4 +1,4 @@
-"""Weights in safetensors and GGUF files, each file spoilt in one way.
+"""Weights in safetensors, each file spoilt in one way. (GGUF: test_gguf_checkpoint.py.)
 
 Whatever is wrong is one ValueError (FileNotFoundError if a file is not there) that names the
 file and the fault. It is never another exception, and never a model that loads and computes
@@ -7,6 +7,10 @@ test_models.py.
 """
 
 import json
+import os
+import signal
+import socket
+import time
 from pathlib import Path
 from random import Random
 
@@ -16,7 +20,6 @@ from safetensors.torch import save_file
 from small_checkpoint import (
     CONFIG,
     FF,
-    GGUF_FIELDS,
     LAYER,
     SHAPES,
     D,
@@ -28,8 +31,9 @@ from small_checkpoint import (
     load,
     refusal,
     tensors,
-    write_gguf,
 )
+
+from nanobatch.models import loader
 
 # ---- safetensors -----------------------------------------------------------------------
 
@@ -111,6 +115,121 @@ def test_tensors_that_say_nothing_new_are_passed_over(checkpoint):
     assert greedy(load(checkpoint), [1, 2]) == wanted
 
 
+NO_WEIGHTS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32,
+              torch.int64, torch.uint64, torch.bool, torch.float8_e4m3fn,
+              torch.float8_e5m2]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", NO_WEIGHTS, ids=str)
+def test_numbers_that_no_weight_has(checkpoint, dtype):
+    """Integers are quantized weights, and mean nothing without their scales."""
+    for name in SHAPES:
+        weights = tensors()
+        weights[name] = torch.ones(SHAPES[name]).to(dtype)
+        save_file(weights, checkpoint / "model.safetensors")
+        with pytest.raises(ValueError) as refused:
+            build(checkpoint)
+        assert all(part in str(refused.value) for part in (str(checkpoint), name, "dtype"))
+    for good in (torch.float16, torch.bfloat16, torch.float64):
+        save_file({name: x.to(good) for name, x in tensors().items()},
+                  checkpoint / "model.safetensors")  # fmt: skip
+        build(checkpoint)
+
+
+def build(path: Path):
+    """Load the weights alone."""
+    return loader.load(str(path), torch.float32).model
+
+
+TOO_LARGE = [
+    ("MixtralForCausalLM", {"num_local_experts": 2**16, "num_hidden_layers": 1000},
+     "block_sparse_moe"),
+    ("LlamaForCausalLM", {"num_hidden_layers": 1000}, "model.layers.1."),
+    ("LlamaForCausalLM", {"head_dim": 2**31 - 2}, "head_dim"),
+    ("LlamaForCausalLM", {"num_attention_heads": 2**30, "head_dim": 2}, "num_heads"),
+    ("LlamaForCausalLM", {"vocab_size": 2**31 - 1}, "embed_tokens"),
+    ("LlamaForCausalLM", {"hidden_size": 2**31 - 1, "head_dim": D}, "embed_tokens"),
+    ("LlamaForCausalLM", {"intermediate_size": 2**31 - 1}, "gate_proj"),
+    ("LlamaForCausalLM", {"max_position_embeddings": 2**31}, "max_position_embeddings"),
+    ("Phi3ForCausalLM",
+     {"num_attention_heads": 2**17, "head_dim": D, "partial_rotary_factor": 0.5}, "qkv_proj"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture, sizes, culprit", TOO_LARGE, ids=str)
+def test_sizes_that_no_file_holds_are_refused_before_anything_is_made(
+    checkpoint, monkeypatch, architecture, sizes, culprit
+):
+    def make_decoder(config):
+        raise AssertionError("modules are made for tensors that are not there")
+
+    monkeypatch.setattr(loader, "make_decoder", make_decoder)
+    configure(checkpoint, architectures=[architecture], **sizes)
+    start = time.monotonic()
+    assert culprit in refusal(checkpoint)
+    assert time.monotonic() - start < 5
+
+
+NO_FILES = ["fifo", "socket", "device", "directory"]
+OPENED = ["config.json", "generation_config.json", "model.safetensors",
+          "model.safetensors.index.json", "shard.safetensors", "tokenizer.json",
+          "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+          "merges.txt", "tokenizer.model", "chat_template.jinja",
+          "additional_chat_templates/one.jinja", "byte_tokenizer"]  # fmt: skip
+
+
+def put(kind: str, file: Path) -> None:
+    """Something in the place of a file that is no file."""
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "socket":
+        home = os.getcwd()
+        os.chdir(file.parent)  # a socket's path is at most 107 bytes
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(file.name)
+        os.chdir(home)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+
+
+@pytest.fixture
+def no_waiting():
+    """A read that waits for ever is an error."""
+
+    def fail(*_):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and devices are Unix's")
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("name", OPENED)
+def test_what_is_no_file_is_not_opened(checkpoint, no_waiting, name, kind):
+    if name == "shard.safetensors":
+        write_index(checkpoint, dict.fromkeys(SHAPES, name))
+    put(kind, checkpoint / name)
+    is_read = name.startswith(("config", "generation", "model", "shard"))
+    if kind != "directory" or is_read:
+        assert "regular file" in fault_in(checkpoint / name, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800"], ids=ascii)
+def test_names_that_no_file_can_have(checkpoint, name):
+    write_index(checkpoint, dict.fromkeys(SHAPES, name))
+    refusal(checkpoint, FileNotFoundError)
+    refusal(checkpoint / name, FileNotFoundError)
+    refusal(f"~{name}/model.gguf", FileNotFoundError)
+
+
 def write_index(path: Path, weight_map) -> Path:
     file = path / "model.safetensors.index.json"
     file.write_text(json.dumps({"weight_map": weight_map}))
@@ -170,103 +289,3 @@ def test_a_byte_gone_wrong_is_refused_or_changes_only_numbers(tmp_path):
             assert str(tmp_path) in str(error)
             num_refused += 1
     assert num_refused > 50
-
-
-# ---- GGUF ------------------------------------------------------------------------------
-
-GGUF_IN_OURS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_heads",
-    "attention.head_count_kv": "num_kv_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
-
-
-def test_the_gguf_of_these_tests_is_a_good_one(tmp_path):
-    llm = load(write_gguf(tmp_path))
-    assert llm.tokenizer.encode("cab") == [2, V - 1]
-    assert len(greedy(llm, "cab")) == 3
-
-
-def test_truncated_gguf(tmp_path):
-    file = write_gguf(tmp_path)
-    whole = file.read_bytes()
-    for num_bytes in (0, 3, 4, 8, 20, 100, 300, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:num_bytes])
-        assert "GGUF" in fault_in(file), f"cut after {num_bytes} bytes"
-    file.write_bytes(b"GGML" + whole[4:])
-    assert "GGUF" in fault_in(file)
-
-
-def test_a_gguf_of_an_architecture_that_is_not_supported(tmp_path):
-    file = write_gguf(tmp_path, arch="phi2")
-    fault = fault_in(file)
-    assert all(arch in fault for arch in ("phi2", "llama", "qwen2", "qwen3"))
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [(field, value) for field in GGUF_FIELDS for value in (0, -1, "x", [1, 2])
-     if (field, value) != ("attention.layer_norm_rms_epsilon", 0)],
-    ids=str,
-)  # fmt: skip
-def test_a_gguf_field_that_is_absurd(tmp_path, field, value):
-    file = write_gguf(tmp_path, changes={field: value})
-    fault = fault_in(file)
-    assert str(value) in fault
-    assert field in fault or GGUF_IN_OURS[field] in fault
-
-
-@pytest.mark.parametrize("field", sorted(set(GGUF_FIELDS) - {"attention.head_count_kv"}))
-def test_a_gguf_field_that_is_missing(tmp_path, field):
-    file = write_gguf(tmp_path, changes={field: None})
-    assert f"llama.{field}" in fault_in(file)
-
-
-def test_gguf_tensors_that_are_wrong(tmp_path):
-    def fault_with(name, weight):
-        return fault_in(write_gguf(tmp_path, weights={name: weight}))
-
-    wrong_shape = fault_with("model.norm.weight", torch.zeros(E + 1))
-    assert all(part in wrong_shape for part in ("output_norm.weight", "[9]", "[8]"))
-    assert "output_norm.weight" in fault_with("model.norm.weight", None)
-    assert "token_embd.weight" in fault_with("model.embed_tokens.weight", None)
-    assert "token_embd.weight" in fault_with("model.embed_tokens.weight", torch.zeros(V))
-    bias_of_o = fault_with(LAYER + "self_attn.o_proj.bias", torch.zeros(E))
-    assert "blk.0.attn_output.bias" in bias_of_o  # nothing of ours would read it
-    as_ints = torch.zeros(E, dtype=torch.int32)
-    assert "output_norm.weight" in fault_with("model.norm.weight", as_ints)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
-        {"rope.dimension_count": D // 2},
-        {"expert_count": 8},
-    ],
-    ids=str,
-)
-def test_a_gguf_that_asks_for_what_is_not_supported(tmp_path, changes):
-    """It must not load and compute something else."""
-    file = write_gguf(tmp_path, changes=changes)
-    assert next(iter(changes)) in fault_in(file)
-
-
-@pytest.mark.parametrize("changes", [
-    {"rope.scaling.type": "none"}, {"rope.dimension_count": D}, {"expert_count": 0},
-])  # fmt: skip
-def test_a_gguf_that_says_what_goes_without_saying(tmp_path, changes):
-    load(write_gguf(tmp_path, changes=changes))
-
-
-def test_a_gguf_without_a_tokenizer_takes_token_ids(tmp_path):
-    llm = load(write_gguf(tmp_path, tokenizer=False))
-    assert llm.tokenizer is None
-    assert llm.generate([1, 2], progress=False)[0].token_ids
-    with pytest.raises(ValueError, match="no tokenizer"):
-        llm.generate("text", progress=False)

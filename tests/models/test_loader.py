@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from small_checkpoint import CONFIG, V, fault_in, greedy, load, refusal, write_gguf
+from small_checkpoint import CONFIG, SHAPES, V, fault_in, greedy, load, refusal, write_gguf
 
 from nanobatch import LLM, EngineConfig, SamplingParams
 from nanobatch.models import loader
@@ -173,7 +174,7 @@ NUM_PARAMETERS = {
 
 @pytest.mark.parametrize("name", list(NUM_PARAMETERS))
 def test_a_dummy_has_the_size_of_its_name(name):
-    parts = [part for source in sources(MODEL_PRESETS[name]).values() for part in source.parts]
+    parts = [part for _, source in sources(MODEL_PRESETS[name]) for part in source.parts]
     assert sum(map(prod, dict(parts).values())) == pytest.approx(NUM_PARAMETERS[name], rel=0.02)
 
 
@@ -203,6 +204,58 @@ def test_a_dummy_depends_on_its_seed_alone():
     assert all(torch.equal(first[name], again[name]) for name in first)
     same = [name for name in first if torch.equal(first[name], other[name])]
     assert same and all("norm" in name for name in same)
+
+
+# ---- memory ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_model_that_does_not_fit_is_refused_with_both_sizes(monkeypatch, is_known):
+    """Under a real limit of 256 MiB more than there is now; even where nobody tells it."""
+    import resource
+
+    if not is_known:
+        monkeypatch.setattr(loader, "free_bytes", lambda device: None)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [used_kib] = [int(line.split()[1]) for line in lines if line.startswith("VmSize")]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1024 * used_kib + 2**28, limits[1]))
+    try:
+        message = refusal("dummy:llama-2-70b", num_blocks=1)
+        loader.load("dummy:tiny", torch.float32)  # there is room for this one
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    num_bytes = 4 * sum(
+        prod(shape)
+        for _, source in sources(MODEL_PRESETS["llama-2-70b"])
+        for _, shape in source.parts
+    )
+    assert f"'dummy:llama-2-70b'; its weights take {num_bytes:,} bytes" in message
+    if is_known:
+        free = int(re.search(r"([\d,]+) are free", message)[1].replace(",", ""))
+        assert 0 < free < 2**31  # less what other tests gave back
+
+
+JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_stays_in_a_mapped_file_needs_no_memory(checkpoint, monkeypatch, dtype):
+    """Only tensors that are joined or converted are copied."""
+    is_copied = [
+        dtype != torch.float32 or any(part in name for part in JOINED) for name in SHAPES
+    ]
+    needed = sum(
+        dtype.itemsize * prod(shape)
+        for shape, copied in zip(SHAPES.values(), is_copied, strict=True)
+        if copied
+    )
+    monkeypatch.setattr(loader, "free_bytes", lambda device: needed)
+    loader.load(str(checkpoint), dtype)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(ValueError, match=f"{needed:,} bytes .* {needed - 1:,} are free"):
+        loader.load(str(checkpoint), dtype)
 
 
 # ---- the bundled model -----------------------------------------------------------------
