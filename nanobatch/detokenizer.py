@@ -35,7 +35,8 @@ class Stream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What the engine needs from a tokenizer."""
+    """What the engine needs from a tokenizer. One with special tokens that have a name, such
+    as <|im_end|>, gives their ids by name in `special_tokens`."""
 
     eos_token_ids: tuple[int, ...]
 
@@ -50,6 +51,21 @@ class Tokenizer(Protocol):
     def stream(self, prompt_token_ids: Sequence[int]) -> Stream:
         """A decoder for the output that follows this prompt, token by token."""
         ...
+
+
+def check_stop(stop: Sequence[str], tokenizer: Tokenizer | None) -> None:
+    """Raise ValueError if a stop string could never stop: special tokens are not in the text,
+    and without a tokenizer there is none."""
+    if stop and tokenizer is None:
+        raise ValueError(f"stop is {stop!r}; stop strings need a model with a tokenizer")
+    special_tokens = getattr(tokenizer, "special_tokens", {}) if stop else {}
+    for token, token_id in special_tokens.items():
+        found = next((text for text in stop if token in text), None)
+        if found is not None:
+            raise ValueError(
+                f"stop has {found!r}; the special token {token!r} is never in the text: use "
+                f"stop_token_ids=[{token_id}]"
+            )
 
 
 class IncrementalDetokenizer:

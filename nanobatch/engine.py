@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, extension_for
-from nanobatch.detokenizer import OutputStream, Tokenizer
+from nanobatch.detokenizer import OutputStream, Tokenizer, check_stop
 from nanobatch.metrics import EngineStats
 from nanobatch.plan import Runner, SchedulerOutput, StepResult
 from nanobatch.policies.admission import Admission
@@ -118,10 +118,7 @@ class LLMEngine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {params!r}; it must be SamplingParams")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"stop is {params.stop!r}; stop strings need a model with a tokenizer"
-            )
+        check_stop(params.stop, self.tokenizer)
         token_ids = self._encode(prompt)  # before an id is used up
         sources = (self.runner, self.tokenizer)
         request = Request(

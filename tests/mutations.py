@@ -147,6 +147,7 @@ MUTATIONS = {
     "working-directory-is-run": Mutation("models/chat_template.py", "*filter(None, sys.path)", "*sys.path", "tests/models/test_remote_code.py"),
     "template-text-without-end": Mutation("models/chat_sandbox.py", "if num_chars > max_chars:", "if False:", "tests/models/test_chat_template.py"),
     "template-blocks-leave-lines": Mutation("models/chat_sandbox.py", "trim_blocks=True", "trim_blocks=False", "tests/models/test_chat_template.py"),
+    "stop-within-a-special-token": Mutation("detokenizer.py", "if token in text), None)", "if token == text), None)", "tests/test_engine.py"),
     "template-names-with-underscores": Mutation("models/chat_sandbox.py", 'if str(name).startswith("_"):', "if False:", "tests/models/test_chat_template.py"),
     # ---- several ranks
     "bias-of-every-rank": Mutation("extensions/tensor_parallel.py", "return whole if rank == 0 else torch.zeros_like(whole)", "return whole", "tests/extensions/test_tensor_parallel.py"),

@@ -31,7 +31,7 @@ import nanobatch
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams, StepResult
 from nanobatch.llm import build_runner
 from nanobatch.models.loader import load
-from nanobatch.models.tokenizer import ByteTokenizer
+from nanobatch.models.tokenizer import ByteTokenizer, HFTokenizer
 from nanobatch.request import RequestStatus
 from nanobatch.sampler import SamplingRow, sample
 from nanobatch.utils.arithmetic import cdiv
@@ -553,9 +553,9 @@ def scripted(script=(), tokenizer=TOKENIZER, clock=None, **knobs):
     return LLMEngine(EngineConfig(**knobs), runner, tokenizer=tokenizer, clock=clock)
 
 
-def say(text, prompt="x", **params):
+def say(text, prompt="x", tokenizer=TOKENIZER, **params):
     """The last output of a request to a model that says just this text."""
-    engine = scripted({"a": text})
+    engine = scripted({"a": text}, tokenizer)
     engine.add_request(prompt, SamplingParams(**params), request_id="a")
     return Watch(engine).run()["a"]
 
@@ -596,6 +596,42 @@ def test_stop_strings():
     out = say("one END two", stop=["two", "END"])
     assert (out.text, out.finish_reason) == ("one ", "stop")
     assert out.token_ids == [*b"one END"]
+
+
+def tokenizer_with_added_tokens():
+    """The bytes of ASCII, two special tokens and one that is text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE({chr(i): i for i in range(128)}, []))
+    backend.decoder = decoders.Fuse()
+    special = [AddedToken(text, special=True) for text in ("<|im_end|>", "</s>")]
+    backend.add_tokens([*special, AddedToken("<think>", special=False)])
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_a_stop_string_that_can_never_be_in_the_text():
+    """It is refused with the stop id to use, which does stop."""
+    tokenizer = tokenizer_with_added_tokens()
+    for token in ("<|im_end|>", "</s>"):
+        token_id = tokenizer.hf.convert_tokens_to_ids(token)
+        for stop in (token, f"ab{token}", ["ab", f"{token}\n"]):
+            engine = scripted(tokenizer=tokenizer)
+            params = SamplingParams(stop=stop)
+            with pytest.raises(ValueError) as refused:
+                engine.add_request("x", params)
+            assert f"stop_token_ids=[{token_id}]" in str(refused.value)
+            assert repr(token) in str(refused.value) and not engine.has_unfinished()
+        out = say([*b"ab", token_id, *b"cd"], tokenizer=tokenizer, stop_token_ids=[token_id])
+        assert (out.text, out.finish_reason) == ("ab", "stop")
+
+
+def test_a_stop_string_that_is_an_added_token_with_text():
+    tokenizer = tokenizer_with_added_tokens()
+    token_id = tokenizer.hf.convert_tokens_to_ids("<think>")
+    text = [*b"ab", token_id, *b"cd"]
+    out = say(text, tokenizer=tokenizer, stop=["<|im", "<think>"])
+    assert (out.text, out.finish_reason) == ("ab", "stop")
 
 
 def test_an_unfinished_character_at_the_end():

@@ -106,6 +106,10 @@ class HFTokenizer:
             eos = tokenizer.eos_token_id
             eos_token_ids = () if eos is None else (eos,)
         self.eos_token_ids = tuple(eos_token_ids)
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {
+            t.content: i for i, t in added.items() if t.special and t.content
+        }
         self._bytes_of = _bytes_of_tokens(tokenizer.backend_tokenizer)
 
     def encode(self, text: str) -> list[int]:
