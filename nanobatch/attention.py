@@ -76,16 +76,17 @@ class TorchBackend(Ops):
             out_THD[group.tokens] = out_SHTD.transpose(1, 2).flatten(0, 1)
 
 
-def choose_backend(name: str, device: torch.device | str, block_size: int) -> Ops:
-    """The backend that `name` stands for, for a cache on this device.
+def choose_backend(
+    name: str, device: torch.device | str, block_size: int, dtype: torch.dtype = torch.float32
+) -> Ops:
+    """The backend that `name` stands for, for a cache on this device and queries of this dtype.
 
     "auto" is Triton on CUDA, where it is installed and the block size is a power of two, and C
-    on a CPU with a C compiler. Where C has no kernel it uses torch.
+    on a CPU whose C compiler works, else torch. Where C has no kernel it uses torch.
 
     Raises:
         ValueError: "triton" is not available (not installed, a block size that is no power of
-            two, a CPU without Triton's interpreter), or "c" is not (a GPU, no compiler, no
-            nanobatch/extensions/cpu).
+            two, a CPU without Triton's interpreter), or "c" is not (CBackend.choose).
     """
     check_choice("attention_backend", name, ATTENTION_BACKENDS)
     on_cuda = torch.device(device).type != "cpu"
@@ -97,10 +98,7 @@ def choose_backend(name: str, device: torch.device | str, block_size: int) -> Op
         return TritonBackend()
     if name == "c" or (name == "auto" and not on_cuda and has_extension("cpu")):
         kind = load_extension("cpu", "attention_backend is 'c'").CBackend
-        if not on_cuda and kind.has_compiler():
-            return kind()
-        if name == "c":
-            raise ValueError("attention_backend is 'c'; it needs a CPU and a C compiler")
+        return kind.choose(torch.device(device), dtype, name == "c") or TorchBackend()
     return TorchBackend()
 
 
@@ -136,7 +134,7 @@ def paged_attention(
         ValueError: shapes do not agree, or the backend is not available.
     """
     _check_shapes(q_THD, k_cache_NKPD, v_cache_NKPD, batch)
-    chosen = choose_backend(backend, q_THD.device, k_cache_NKPD.shape[2])
+    chosen = choose_backend(backend, q_THD.device, k_cache_NKPD.shape[2], q_THD.dtype)
     args = AttentionArgs(sliding_window, scale, softcap)
     return chosen.paged_attention(q_THD, KVCache(k_cache_NKPD, v_cache_NKPD), batch, args)
 

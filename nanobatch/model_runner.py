@@ -53,9 +53,8 @@ class ModelRunner:
         before_step: called with each plan before it is computed.
 
     Raises:
-        ValueError: a setting needs an extension that is not there, max_model_len exceeds what
-            the model was made for, the attention backend or the cache's number format is not
-            available, or the memory does not suffice.
+        ValueError: a setting's extension is missing, max_model_len exceeds the model's, or the
+            attention backend, the cache's number format or enough memory is not available.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, served: Collection[str] = ()):
@@ -72,8 +71,9 @@ class ModelRunner:
         self.clock = WallClock()
         shapes = [decoder.config for decoder in self.decoders()]
         self.layout = choose_layout(config, self.dtype, self.device, shapes)
-        backend = choose_backend(config.attention_backend, self.device, config.block_size)
-        self.backend = self.layout.kind.backend_for(backend)
+        where = (self.device, config.block_size, self.dtype)
+        ops = choose_backend(config.attention_backend, *where)
+        self.backend = self.layout.kind.backend_for(ops)
         for decoder in self.decoders():
             decoder.set_ops(self.backend)
         # torch's paged attention reads lengths on the CPU, which a captured step cannot.

@@ -123,6 +123,13 @@ MUTATIONS = {
     "prefill-sees-the-future": Mutation("extensions/cpu/prefill.c", "high[i] = least(at + 1, stop) - start;", "high[i] = stop - start;", "tests/extensions/test_cpu_tiles.py"),
     "prefill-no-shrink": Mutation("extensions/cpu/prefill.c", "        for (int d = 0; d < D; d++) w->out[row + i][d] *= shrink[i];\n", "        ;\n", "tests/extensions/test_cpu_tiles.py"),
     "prefill-reads-the-tail": Mutation("extensions/cpu/prefill.c", "            if (position >= end) continue;\n", "", "tests/extensions/test_cpu_tiles.py"),
+    # ---- the compiled library
+    "library-key-without-the-machine": Mutation("extensions/cpu/compiler.py", "list(defines), machine, cc,", "list(defines), cc,", "tests/extensions/test_cpu_library.py"),
+    "library-key-without-the-cpu": Mutation("extensions/cpu/compiler.py", "cc, _target(cc)))", "cc))", "tests/extensions/test_cpu_library.py"),
+    "library-key-without-the-headers": Mutation("extensions/cpu/compiler.py", "[source, *sorted(source.parent.glob(\"*.h\"))]", "[source]", "tests/extensions/test_cpu_library.py"),
+    "library-unread-is-whole": Mutation("extensions/cpu/compiler.py", "_open(file, names) if has_same_sum else None", "_open(file, names)", "tests/extensions/test_cpu_library.py"),
+    "library-of-somebody-else": Mutation("extensions/cpu/compiler.py", "if not is_ours or found.st_mode & 0o022:", "if not is_ours:", "tests/extensions/test_cpu_library.py"),
+    "hung-compiler-leaves-its-child": Mutation("extensions/cpu/compiler.py", "os.killpg(process.pid, signal.SIGKILL)", "process.kill()", "tests/extensions/test_cpu_library.py"),
     # ---- the idea in one file
     "minimal-slot-without-its-table": Mutation("minimal.py", "slots.append(request.block_table[block] * self.block_size + offset)", "slots.append(block * self.block_size + offset)", "tests/test_minimal.py"),
     "minimal-sees-the-future": Mutation("minimal.py", "torch.arange(len(k_LKD)) > positions_T.unsqueeze(1)", "torch.arange(len(k_LKD)) > positions_T.max()", "tests/test_minimal.py"),

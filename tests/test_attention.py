@@ -31,8 +31,8 @@ from nanobatch.attention_masks import (
     wasted_share,
 )
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
+from nanobatch.extensions.cpu import compiler as cpu_compiler
 from nanobatch.extensions.cpu import kernels as cpu_kernels
-from nanobatch.extensions.cpu import library as cpu_library
 from nanobatch.kernels import gather
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.ops import AttentionArgs, apply_rope
@@ -48,7 +48,7 @@ def backend(request, monkeypatch):
     torch.manual_seed(0)
     if request.param == "torch":
         monkeypatch.setattr(cpu_kernels, "elementwise", lambda *x: None)
-    elif cpu_library.compiler() is None:
+    elif cpu_compiler.find() is None:
         pytest.skip("no C compiler")
     return choose_backend(request.param, "cpu", block_size=16)
 

@@ -181,10 +181,12 @@ class Fuzz:
         )
 
     def _backends(self) -> list[str]:
-        if self.model.embed.weight.is_cuda:
+        weight = self.model.embed.weight
+        if weight.is_cuda:
             return ["torch", "triton"] if HAS_TRITON else ["torch"]
-        has_compiler = load_extension("cpu", "bench.py check").CBackend.has_compiler()
-        return ["torch", "c"] if has_compiler else ["torch"]
+        choose = load_extension("cpu", "bench.py check").CBackend.choose
+        has_c = choose(weight.device, weight.dtype, is_asked=False) is not None
+        return ["torch", "c"] if has_c else ["torch"]
 
     def _cache_dtypes(self) -> list[str]:
         weight = self.model.embed.weight

@@ -77,12 +77,17 @@ def cpu_has(feature: str) -> bool:
 
 
 def cache_directory() -> Path:
-    """nanobatch/ in $XDG_CACHE_HOME, or else in ~/.cache; created if it is not there.
+    """nanobatch/ in $XDG_CACHE_HOME, if that is an absolute path, or else in ~/.cache; created
+    if it is not there.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: it cannot be created, or this user has no home.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):
+        home = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(home):  # no $HOME, and no entry in the system's list of users
+        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME")
     directory = Path(home) / "nanobatch"
     directory.mkdir(parents=True, exist_ok=True)
     return directory

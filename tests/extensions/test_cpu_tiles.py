@@ -11,8 +11,8 @@ from nanobatch import LLM, SamplingParams
 from nanobatch.attention import paged_attention
 from nanobatch.batch import Row, pack
 from nanobatch.config import EngineConfig
+from nanobatch.extensions.cpu import compiler as cpu_compiler
 from nanobatch.extensions.cpu import kernels as cpu_kernels
-from nanobatch.extensions.cpu import library as cpu_library
 from nanobatch.extensions.cpu.products import PackedGateUp, PackedLinear, PackedLMHead, packed
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import ModelConfig
@@ -21,7 +21,7 @@ from nanobatch.models.loader import make_dummy
 from nanobatch.utils.arithmetic import cdiv
 
 pytestmark = [
-    pytest.mark.skipif(cpu_library.compiler() is None, reason="no C compiler"),
+    pytest.mark.skipif(cpu_compiler.find() is None, reason="no C compiler"),
     pytest.mark.skipif(not cpu_kernels.has_amx(), reason="this CPU has no AMX"),
 ]
 NAN = float("nan")

@@ -11,8 +11,8 @@ import torch
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanobatch.attention import choose_backend
 from nanobatch.batch import Row, pack
+from nanobatch.extensions.cpu import compiler as cpu_compiler
 from nanobatch.extensions.cpu import kernels as cpu_kernels
-from nanobatch.extensions.cpu.library import compiler
 from nanobatch.extensions.quantized_cache import (
     LARGEST,
     QuantizedCache,
@@ -166,13 +166,13 @@ def test_num_blocks_from_memory(monkeypatch):
 def test_torch_and_c_attend_to_what_the_cache_holds(group, head_dim, window, dtype):
     q_THD, cache, batch = written_case(dtype, G=group, D=head_dim)
     wanted = oracle(q_THD, cache, batch, window)
-    for backend in ("torch", "c") if compiler() else ("torch",):
+    for backend in ("torch", "c") if cpu_compiler.find() else ("torch",):
         found = attend(backend, q_THD, cache, batch, window)
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
 
 
 @formats
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.skipif(cpu_compiler.find() is None, reason="no C compiler")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 96), (4, 64), (8, 128)])
 def test_c_attends_in_bfloat16_as_torch_does(group, head_dim, window, dtype):
@@ -187,7 +187,7 @@ def test_c_attends_in_bfloat16_as_torch_does(group, head_dim, window, dtype):
 
 
 @formats
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.skipif(cpu_compiler.find() is None, reason="no C compiler")
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_c_writes_the_very_bits_that_torch_does(model_dtype, dtype):
     T, H, K, D, P, N = 300, 3, 2, 80, 4, 90

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanobatch.attention import TorchBackend
 from nanobatch.batch import Batch
 from nanobatch.extensions.cpu import kernels as cpu_kernels
-from nanobatch.extensions.cpu import library as cpu_library
+from nanobatch.extensions.cpu.library import ELEMENTS
 from nanobatch.extensions.cpu.products import prepack
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.ops import AttentionArgs
@@ -29,10 +29,24 @@ class CBackend(TorchBackend):
 
     name = "c"
 
-    @staticmethod
-    def has_compiler() -> bool:
-        """Whether this machine can have it."""
-        return cpu_library.compiler() is not None
+    @classmethod
+    def choose(
+        cls, device: torch.device, dtype: torch.dtype, is_asked: bool
+    ) -> CBackend | None:
+        """This backend, if it can compute this number format here; else None, with a warning
+        where the reason is that C cannot be compiled.
+
+        Raises:
+            ValueError: is_asked, so attention_backend is "c", and it cannot.
+        """
+        why = "it computes on a CPU" if device.type != "cpu" else cpu_kernels.why_none(dtype)
+        if why is None:
+            return cls()
+        if is_asked:
+            raise ValueError(f"attention_backend is 'c', which is not available: {why}")
+        if dtype in ELEMENTS:
+            cpu_kernels.warn_once(why)
+        return None
 
     def prepack(self, decoder: nn.Module) -> None:
         """See products.prepack."""

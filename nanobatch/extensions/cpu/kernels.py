@@ -1,8 +1,8 @@
-"""The CPU's kernels, in C (extensions/cpu/library.py builds and calls them).
+"""The CPU's kernels, in C (extensions/cpu/library.py calls them, compiler.py compiles them).
 
     backend.py    --elementwise(x)-->         CpuKernels  --ctypes-->  kernels.c
                   --rope_and_write(k, q)-->   CpuKernels
-                  --paged_attention(q, k)-->  CpuKernels
+                  --paged_attention(q, k)-->  CpuDecode
                   --paged_prefill(q, k)-->    CpuPrefill  --ctypes-->  prefill.c
     products.py   --products(weight)-->       CpuMatmul   --ctypes-->  matmul.c
 
@@ -20,9 +20,9 @@ AMX (2026-11-30, ms):
              the last 512 of them, as a chunk            1.9        0.8     and no mask
              gate, up and SiLU, 1024 tokens              2.0        1.5     in one
 
-Without a C compiler, in other number formats, and where gradients are wanted, there is no
-kernel: these functions return None, and the caller uses torch. A cache in 8 bits (cache.h) has
-its own kernels, compiled from the same source.
+In other number formats, where gradients are wanted, and where a file cannot be compiled (with
+one warning, which says why), there is no kernel: these functions return None, and the caller
+uses torch. A cache in 8 bits (cache.h) has its own kernels, compiled from the same source.
 
 Always holds: the results are those of torch, to the rounding of the number format; a token with
 slot -1 is written nowhere, and nothing past a sequence's end is read (invariant 14).
@@ -33,11 +33,13 @@ Sources: flash decoding (Dao et al., 2023); vLLM's CPU backend, compiled for its
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 from torch import Tensor
 
-from nanobatch.extensions.cpu.library import CACHES, ELEMENTS, Library, build, constants_of
+from nanobatch.extensions.cpu.compiler import NoLibrary
+from nanobatch.extensions.cpu.library import CACHES, ELEMENTS, Library
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.utils.device import cpu_has
 
@@ -48,6 +50,9 @@ MAX_NUMBERS = 2**14  # that attention keeps on the stack, G * (2 D + P)
 class CpuKernels(Library):
     """kernels.c for one number format, and one of the cache. Arguments are on the CPU and of
     that format; q, k and v may be slices of wider tokens."""
+
+    source = "kernels.c"
+    functions = ("rms_norm", "silu_mul", "rope_and_write", "top_ids")
 
     def rms_norm(
         self, x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None
@@ -95,6 +100,12 @@ class CpuKernels(Library):
         self._call("top_ids", x_SV.contiguous(), S, V, k, ids_SX)
         return ids_SX
 
+
+class CpuDecode(Library):
+    """kernels.c for one shape of cache."""
+
+    source, functions = "kernels.c", ("paged_decode",)
+
     def paged_decode(
         self,
         q_THD: Tensor,
@@ -119,8 +130,23 @@ class CpuKernels(Library):
         )  # fmt: skip
 
 
-class CpuPrefill(Library):
+class Tiled(Library):
+    """A file that computes on tiles (AMX), in bfloat16.
+
+    Raises:
+        NoLibrary: as Library, or the system gives this process no tiles.
+    """
+
+    def __init__(self, *formats: torch.dtype | None, **sizes: int):
+        super().__init__(*formats, **sizes)
+        if self.library.tiles_init() != 0:
+            raise NoLibrary("the system gives this process no tile registers (AMX)")
+
+
+class CpuPrefill(Tiled):
     """prefill.c for one shape of cache."""
+
+    source, functions = "prefill.c", ("paged_prefill",)
 
     def paged_prefill(
         self,
@@ -145,9 +171,10 @@ class CpuPrefill(Library):
         )  # fmt: skip
 
 
-class CpuMatmul(Library):
+class CpuMatmul(Tiled):
     """matmul.c: products with weights that were laid out for it."""
 
+    source, functions = "matmul.c", ("matmul",)
     FORMS = ("bfloat16", "float", "gated")
 
     def pack(self, weight_NK: Tensor) -> Tensor:
@@ -199,7 +226,7 @@ def elementwise(*tensors: Tensor) -> CpuKernels | None:
     for x in tensors:
         if x.dtype is not dtype or not x.is_cpu or x.requires_grad:
             return None
-    return _kernels(dtype)
+    return _kernels(CpuKernels, dtype)
 
 
 def rope_and_write(k_cache_NKPD: Tensor, *tensors: Tensor) -> CpuKernels | None:
@@ -207,17 +234,18 @@ def rope_and_write(k_cache_NKPD: Tensor, *tensors: Tensor) -> CpuKernels | None:
     if k_cache_NKPD.dtype not in CACHES:
         return elementwise(k_cache_NKPD, *tensors)
     is_ours = elementwise(*tensors) is not None
-    return _kernels(tensors[0].dtype, k_cache_NKPD.dtype) if is_ours else None
+    return _kernels(CpuKernels, tensors[0].dtype, k_cache_NKPD.dtype) if is_ours else None
 
 
-def paged_attention(q_THD: Tensor, k_cache_NKPD: Tensor) -> CpuKernels | None:
+def paged_attention(q_THD: Tensor, k_cache_NKPD: Tensor) -> CpuDecode | None:
     """paged_decode for these, also with a cache in 8 bits; None: use its reference."""
     (_, H, D), (_, K, P, _) = q_THD.shape, k_cache_NKPD.shape
     G = H // K
     is_ours = rope_and_write(k_cache_NKPD, q_THD) is not None
     if not is_ours or G * (2 * D + P) > MAX_NUMBERS:
         return None
-    return _kernels(q_THD.dtype, k_cache_NKPD.dtype, HEAD_DIM=D, GROUP=G, BLOCK=P)
+    sizes = {"HEAD_DIM": D, "GROUP": G, "BLOCK": P}
+    return _kernels(CpuDecode, q_THD.dtype, k_cache_NKPD.dtype, **sizes)
 
 
 def paged_prefill(q_THD: Tensor, k_cache_NKPD: Tensor) -> CpuPrefill | None:
@@ -229,7 +257,7 @@ def paged_prefill(q_THD: Tensor, k_cache_NKPD: Tensor) -> CpuPrefill | None:
     if not has_shape or not is_ours or not _has_tiles_for(q_THD):
         return None
     sizes = {"HEAD_DIM": D, "GROUP": G, "BLOCK": P, "MAX_ROWS": MAX_PREFILL_ROWS}
-    return _tiled(CpuPrefill, "prefill.c", k_cache_NKPD.dtype, **sizes)
+    return _kernels(CpuPrefill, q_THD.dtype, k_cache_NKPD.dtype, **sizes)
 
 
 def products(weight_NK: Tensor) -> CpuMatmul | None:
@@ -237,7 +265,7 @@ def products(weight_NK: Tensor) -> CpuMatmul | None:
     is_whole = all(size % 32 == 0 for size in weight_NK.shape)
     if not is_whole or not _has_tiles_for(weight_NK):
         return None
-    return _tiled(CpuMatmul, "matmul.c")
+    return _kernels(CpuMatmul, weight_NK.dtype)
 
 
 def _has_tiles_for(*tensors: Tensor) -> bool:
@@ -250,18 +278,37 @@ def has_amx() -> bool:
     return cpu_has("amx_bf16")
 
 
-@functools.cache
-def _kernels(
-    dtype: torch.dtype, cache_dtype: torch.dtype | None = None, **sizes: int
-) -> CpuKernels | None:
-    file = build("kernels.c", constants_of(dtype, cache_dtype) | sizes)
-    return None if file is None else CpuKernels(file, dtype, cache_dtype)
+def why_none(dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for this number format; None: there are."""
+    if dtype not in ELEMENTS:
+        return f"its kernels compute float32 and bfloat16, not {dtype}"
+    found = _build(CpuKernels, dtype)
+    return str(found) if isinstance(found, NoLibrary) else None
+
+
+def _kernels(kind: type[Library], *formats: torch.dtype, **sizes: int) -> Library | None:
+    found = _build(kind, *formats, **sizes)
+    if isinstance(found, NoLibrary):
+        warn_once(str(found))
+        return None
+    return found
 
 
 @functools.cache
-def _tiled(
-    kind: type[Library], source: str, cache_dtype: torch.dtype | None = None, **sizes: int
-) -> Library | None:
-    file = build(source, constants_of(torch.bfloat16, cache_dtype) | sizes)
-    kernels = None if file is None else kind(file, torch.bfloat16, cache_dtype)
-    return kernels if kernels is not None and kernels.library.tiles_init() == 0 else None
+def _build(kind: type[Library], *formats: torch.dtype, **sizes: int) -> Library | NoLibrary:
+    """Tried once in a process: a compiler that failed is not asked again."""
+    try:
+        return kind(*formats, **sizes)
+    except NoLibrary as error:
+        return error
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Say why torch computes what C should; once in a process for each reason."""
+    warnings.warn(
+        f"torch computes in place of C, more slowly: {reason}. Another C compiler can be named "
+        "in $CC; attention_backend='torch' asks for torch, without this warning.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,47 +1,24 @@
-"""C for the CPU: compiled at first use, kept, and called with tensors.
+"""C for the CPU: a compiled file's functions, called with tensors.
 
-    extensions/cpu/kernels.py  --build("kernels.c")-->  cc  -->  ~/.cache/nanobatch/HASH.so
-                    --Library(file)._call-->     checked pointers and numbers
+    extensions/cpu/kernels.py  --CpuKernels(dtype)-->  compiler.load("kernels.c", ...)
+                               --_call(name, ...)--->  checked pointers and numbers
 
-A library is kept in the user's cache directory under a hash of source, compiler, flags and CPU.
-
-Always holds: C checks neither types nor bounds, so arguments are checked here. What cannot be
-built is None.
+Always holds: C checks neither types nor bounds, so arguments are checked here.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nanobatch.utils.device import cache_directory
+from nanobatch.extensions.cpu import compiler
 
 HERE = Path(__file__).parent
 ELEMENTS = {torch.bfloat16: {"ELEM_BF16": 1}, torch.float32: {}}
 CACHES = {torch.int8: "CACHE_INT8", torch.float8_e4m3fn: "CACHE_FP8"}  # in 8 bits
-FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-# Sums in any order, as vectors need it. Not -ffast-math: NaN must stay NaN (invariant 15).
-FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
-if platform.machine() == "x86_64":
-    FLAGS += ["-mprefer-vector-width=512"]
-HEADERS = ("elem.h", "cache.h", "tiles.h")
-
-
-@functools.cache
-def compiler() -> str | None:
-    """The C compiler that would be used: $CC (or cc), else gcc."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc"))), None)
-
 
 # The arguments of each function, but for the number of threads, which comes last.
 #     pointers to dense numbers: E of the library's format, C of its cache's, B bfloat16,
@@ -66,20 +43,35 @@ FORMATS = {"B": torch.bfloat16, "F": torch.float32, "I": torch.int32, "L": torch
 
 class Library:
     """A compiled file's functions, called with tensors in place of pointers; number formats and
-    strides are checked."""
+    strides are checked.
 
-    def __init__(self, file: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None):
-        self.library = ctypes.CDLL(str(file))
+    Args:
+        dtype, cache_dtype: of elements, and of the cache where that is another.
+        sizes: macros of the C file, for example GROUP=3.
+
+    Raises:
+        compiler.NoLibrary: it cannot be built here.
+    """
+
+    source: str  # the C file, and those of its functions that a subclass calls
+    functions: tuple[str, ...]
+
+    def __init__(
+        self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None, **sizes: int
+    ):
+        cache = {CACHES[cache_dtype]: 1} if cache_dtype in CACHES else {}
+        macros = ELEMENTS[dtype] | cache | sizes
+        defines = [f"-D{name}={value}" for name, value in macros.items()]
+        self.library = compiler.load(HERE / self.source, defines, self.functions)
         formats = FORMATS | {"E": dtype, "S": dtype, "C": cache_dtype or dtype}
         self._functions = {}
-        for name, signature in SIGNATURES.items():
-            if hasattr(self.library, name):
-                function = getattr(self.library, name)
-                arguments = [text.split(":") for text in signature.split()]
-                types = [NUMBERS.get(kind, ctypes.c_void_p) for _, kind in arguments]
-                function.argtypes, function.restype = [*types, ctypes.c_int], None
-                wanted = [(a, formats.get(kind), kind == "S") for a, kind in arguments]
-                self._functions[name] = function, wanted
+        for name in self.functions:
+            function = getattr(self.library, name)
+            arguments = [text.split(":") for text in SIGNATURES[name].split()]
+            types = [NUMBERS.get(kind, ctypes.c_void_p) for _, kind in arguments]
+            function.argtypes, function.restype = [*types, ctypes.c_int], None
+            wanted = [(a, formats.get(kind), kind == "S") for a, kind in arguments]
+            self._functions[name] = function, wanted
 
     def _call(self, name: str, *values: Tensor | float | None) -> None:
         function, wanted = self._functions[name]
@@ -97,46 +89,3 @@ class Library:
                 )
             given.append(value.data_ptr())
         function(*given, torch.get_num_threads())
-
-
-def constants_of(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> dict[str, float]:
-    """The macros that tell C the number formats of elements and cache."""
-    if cache_dtype not in CACHES:
-        return ELEMENTS[dtype]
-    return ELEMENTS[dtype] | {CACHES[cache_dtype]: 1}
-
-
-def build(source: str, constants: dict[str, float]) -> Path | None:
-    """Compile a file, or take the library compiled earlier; None if it cannot be built."""
-    cc = compiler()
-    if cc is None:
-        return None
-    defines = [f"-D{name}={value}" for name, value in constants.items()]
-    try:
-        file = cache_directory() / f"{_key(cc, source, defines)}.so"
-        if not file.exists():
-            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-                built = Path(folder) / file.name
-                command = [cc, *FLAGS, *defines, str(HERE / source), "-o", str(built), "-lm"]
-                subprocess.run(command, check=True, capture_output=True)
-                built.replace(file)  # atomic: another process may build it too
-        return file
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _key(cc: str, source: str, defines: list[str]) -> str:
-    """A hash of everything that the library depends on."""
-    texts = [(HERE / name).read_bytes() for name in (source, *HEADERS)]
-    text = repr((texts, FLAGS, defines, _machine(cc)))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-@functools.cache
-def _machine(cc: str) -> tuple[bytes, list[str]]:
-    """The compiler's version, and the CPU that -march=native means."""
-    version = subprocess.run([cc, "--version"], check=True, capture_output=True).stdout
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-    return version, cpu[:2]
