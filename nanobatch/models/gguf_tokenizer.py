@@ -209,7 +209,7 @@ def _list(fields: Mapping, name: str, kind: type, length: int | None = None) -> 
     """A field that is a list of that kind, and of that length."""
     value = fields.get(KEY + name)
     if not isinstance(value, list) or not all(isinstance(x, kind) for x in value):
-        raise ValueError(f"{KEY}{name} is missing or not a list of {kind.__name__}")
+        raise ValueError(f"{KEY}{name} is missing, or no list of {kind.__name__}")
     if length is not None and len(value) != length:
         raise ValueError(f"{KEY}{name} has {len(value)} entries; there are {length} tokens")
     return value
@@ -217,6 +217,8 @@ def _list(fields: Mapping, name: str, kind: type, length: int | None = None) -> 
 
 def _tokens(fields: Mapping) -> list[str]:
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_list(fields, "tokens", str))]
+    if not tokens:
+        raise ValueError(f"{KEY}tokens is empty")
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if ids.setdefault(token, i) != i:
@@ -229,13 +231,16 @@ def _byte_level(fields: Mapping, tokens: list[str], types: Sequence[int]):
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = _pre_tokenizer(fields)
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges = {}
     for merge in _list(fields, "merges", str):
         cut = merge.find(" ", 1)
-        if cut < 0:
-            raise ValueError(f"{KEY}merges has {merge!r}; it must be two tokens")
-        merges[merge[:cut], merge[cut + 1 :]] = None
-    vocab = {token: i for i, token in enumerate(tokens)}
+        left, right = merge[: max(cut, 0)], merge[cut + 1 :]
+        if not all(token in vocab for token in (left, right, left + right)):
+            raise ValueError(
+                f"{KEY}merges has {merge!r}; it must be two tokens that make a third"
+            )
+        merges.setdefault((left, right))
     backend = Tokenizer(models.BPE(vocab, list(merges), ignore_merges=pre.ignore_merges))
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -310,7 +315,7 @@ def _add_ends(backend, fields: Mapping, tokens: Sequence[str], bos: int | None, 
     for name, i, default in (("bos", bos, add_bos), ("eos", fields.get(ENDS[0]), False)):
         if _flag(fields, f"add_{name}_token", default):
             if i is None:
-                raise ValueError(f"{KEY}{name}_token_id is missing, and a text gets that token")
+                raise ValueError(f"{KEY}add_{name}_token is True; {name}_token_id is missing")
             special.append({"id": name, "ids": [i], "tokens": [tokens[i]]})
             single = [name, *single] if name == "bos" else [*single, name]
     if special:

@@ -71,6 +71,12 @@ GGUF_FIELDS = {
     "attention.head_count_kv": K,
     "attention.layer_norm_rms_epsilon": 1e-5,
 }
+GGUF_TOKENIZER = {
+    "model": "gpt2",
+    "pre": "gpt-2",
+    "tokens": [chr(ord("a") + i) for i in range(V - 1)] + ["ab"],
+    "merges": ["a b"],
+}
 
 
 def write_gguf(
@@ -89,18 +95,16 @@ def write_gguf(
     if alignment is not None:
         writer.add_custom_alignment(alignment)
     fields = {f"{arch}.{name}": x for name, x in (GGUF_FIELDS | (changes or {})).items()}
+    if tokenizer:
+        fields |= {f"tokenizer.ggml.{name}": x for name, x in GGUF_TOKENIZER.items()}
     for name, value in (fields | (more or {})).items():
         add = {
             int: writer.add_int32, float: writer.add_float32, str: writer.add_string,
-            list: writer.add_array, type(None): lambda key, value: None,
+            list: writer.add_array, bool: writer.add_bool,
+            type(None): lambda key, value: None,
             torch.Tensor: lambda key, value: writer.add_tensor(key, value.numpy()),
         }[type(value)]  # fmt: skip
         add(name, value)
-    if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list([chr(ord("a") + i) for i in range(V - 1)] + ["ab"])
-        writer.add_token_merges(["a b"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
     for name, weight in (tensors() | (weights or {})).items():
         if weight is not None:
