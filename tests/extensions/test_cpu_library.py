@@ -235,6 +235,25 @@ def test_a_compiler_that_fails_says_why(machine, fault):
     assert not machine.left_over() and not list(machine.folder.rglob("*.so"))
 
 
+@pytest.mark.parametrize("python", [None, "", "/nowhere/python"])
+def test_without_a_python_to_try_it_a_library_is_loaded(machine, python):
+    machine.monkeypatch.setattr(sys, "executable", python)
+    assert machine.answer() == 42
+    machine.compiler(COMPILERS["another library"][0])
+    with pytest.raises(NoLibrary, match="cannot be loaded.*answer"):
+        machine.load()
+
+
+def test_a_frozen_program_is_not_started_to_try_it(machine):
+    """sys.executable is the program: it would start itself for ever."""
+    program = machine.folder / "program"
+    program.write_text(f"#!/bin/sh\ntouch {machine.folder}/started\n")
+    program.chmod(0o755)
+    machine.monkeypatch.setattr(sys, "executable", str(program))
+    machine.monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert machine.answer() == 42 and not (machine.folder / "started").exists()
+
+
 def test_what_is_no_program_is_no_compiler(machine):
     machine.use(str(machine.source))
     with pytest.raises(NoLibrary, match="cannot be used.*ermission"):
@@ -377,6 +396,20 @@ def test_where_nothing_can_be_written_there_is_no_library(machine):
     a_file(machine)
     shutil.rmtree(machine.temporary)
     with pytest.raises(NoLibrary, match="No such file or directory"):
+        machine.load()
+
+
+def test_on_a_system_without_user_ids_and_process_groups(machine):
+    """Windows: both places are the user's own there."""
+    for name in ("geteuid", "killpg"):
+        machine.monkeypatch.delattr(os, name)
+    assert machine.answer() == 42 and len(list(machine.kept.glob("*.so"))) == 1
+    a_file(machine)
+    assert machine.answer() == 42
+    assert len(list((machine.temporary / "nanobatch-user").glob("*.so"))) == 1
+    machine.monkeypatch.setattr(cpu_compiler, "TIMEOUT_S", 0.1)
+    machine.compiler("exec sleep 1000")
+    with pytest.raises(NoLibrary, match="did not end"):
         machine.load()
 
 

@@ -190,12 +190,15 @@ def _compiled(command: list[str], name: str, names: Sequence[str]) -> ctypes.CDL
 
 
 def _tried(built: Path, names: Sequence[str]) -> ctypes.CDLL:
-    """Load what the compiler made, after another process has survived it."""
-    python = sys.executable or "python3"
+    """Load what the compiler made, after another process has survived it, if there is a Python
+    to run (in a frozen program sys.executable is the program)."""
+    trial = [sys.executable or "", "-I", "-S", "-c", TRIAL, str(built), *names]
     try:
-        _run([python, "-I", "-S", "-c", TRIAL, str(built), *names], str(built.parent))
+        with contextlib.suppress(OSError):
+            if not getattr(sys, "frozen", False):
+                _run(trial, str(built.parent))
         return _open(built, names)
-    except (OSError, NoLibrary) as error:
+    except (OSError, AttributeError, NoLibrary) as error:
         raise NoLibrary(f"what the compiler made cannot be loaded: {error}") from None
 
 
