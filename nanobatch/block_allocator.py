@@ -18,8 +18,7 @@ hashes collide are kept apart. Chain numbers are never reused, so a key whose pa
 is never found by other tokens. If two requests compute the same prompt side by side, several
 blocks have the same key; match_prefix returns the one that was entered first.
 
-Here "cached" means: entered in the prefix cache. (A token that is "in the cache" has its keys
-and values in the KV cache.)
+Here "cached" means: entered in the prefix cache, not merely present in the KV cache.
 
 Always holds (invariants 1 to 6): free + in use = all; a ref count is the number of tables
 that hold the block; a failed call changes nothing; a key names a block with exactly those
@@ -37,7 +36,7 @@ SGLang's radix tree (Zheng et al., 2024).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from nanobatch.utils.checks import check_int
 
@@ -74,6 +73,7 @@ class BlockAllocator:
         self._chains: dict[Hashable, int] = {}  # key -> its chain number
         self._keys: dict[int, Hashable] = {}  # block -> key
         self._next_chain = 0
+        self.key_changed: Callable[[Hashable], object] = lambda key: None  # it came or went
 
     @property
     def num_free_blocks(self) -> int:
@@ -119,6 +119,7 @@ class BlockAllocator:
         del self._holders[key][block_id]
         if not self._holders[key]:
             del self._holders[key], self._chains[key]
+            self.key_changed(key)
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back a table or its tail, head first. Blocks in no other table become free.
@@ -149,10 +150,7 @@ class BlockAllocator:
         self._check_distinct("acquire", block_ids)
         for block_id in block_ids:
             if self.ref_count(block_id) == 0 and block_id not in self._keys:
-                raise ValueError(
-                    f"block {block_id} is free and holds nothing cached; acquire takes held "
-                    "or cached blocks"
-                )
+                raise ValueError(f"block {block_id} is free and holds nothing cached")
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._freed[block_id]
@@ -169,17 +167,19 @@ class BlockAllocator:
         never covered, since its logits have to be computed (invariant 5). Only blocks that were
         entered with the same salt are found; None and "" are two different salts.
         """
-        block_ids: list[int] = []
-        if not self.enable_prefix_caching:
-            return block_ids
-        chain: Hashable = ("salt", salt)
-        for start in range(0, len(token_ids) - self.block_size, self.block_size):
-            key = (chain, tuple(token_ids[start : start + self.block_size]))
-            if key not in self._holders:
-                break
-            block_ids.append(next(iter(self._holders[key])))
-            chain = self._chains[key]
-        return block_ids
+        return [next(iter(self._holders[k])) for k in self.match_keys(token_ids, salt, ())[:-1]]
+
+    def match_keys(self, token_ids: Sequence[int], salt: str | None, known: Sequence) -> list:
+        """The keys of that prefix, the known ones first; last, the missing key or None."""
+        keys = list(known)
+        chain: Hashable = self._chains[keys[-1]] if keys else ("salt", salt)
+        first, end = len(keys) * self.block_size, len(token_ids) - self.block_size
+        for start in range(first, end if self.enable_prefix_caching else 0, self.block_size):
+            keys.append((chain, tuple(token_ids[start : start + self.block_size])))
+            if keys[-1] not in self._holders:
+                return keys
+            chain = self._chains[keys[-1]]
+        return [*keys, None]
 
     def cache_blocks(
         self,
@@ -203,8 +203,7 @@ class BlockAllocator:
         num_full = num_computed // self.block_size
         if num_full > len(block_table):
             raise ValueError(
-                f"num_computed is {num_computed}; the table of {len(block_table)} blocks holds "
-                f"{len(block_table) * self.block_size}"
+                f"num_computed is {num_computed}; the table holds {len(block_table)} blocks"
             )
         if not self.enable_prefix_caching:
             return
@@ -225,6 +224,7 @@ class BlockAllocator:
             self._holders[key] = {}
             self._chains[key] = self._next_chain
             self._next_chain += 1
+            self.key_changed(key)
         self._holders[key][block_id] = None
         self._keys[block_id] = key
         return self._chains[key]

@@ -78,6 +78,7 @@ class IncrementalDetokenizer:
 
     Attributes:
         stopped: a stop string was completed.
+        deltas: what was taken; it only grows.
     """
 
     def __init__(self, stream: Stream, stop: Sequence[str] = (), min_tokens: int = 0):
@@ -87,8 +88,8 @@ class IncrementalDetokenizer:
         self._stop = stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._text = ""
-        self._num_sent = 0
+        self._rest = ""  # the text that was not taken yet; a stop string can begin only here
+        self.deltas: list[str] = []
         self.stopped = False
 
     def append(self, token_id: int | None) -> bool:
@@ -112,15 +113,15 @@ class IncrementalDetokenizer:
         if new_text and self._prompt_tail:
             num_shared = len(os.path.commonprefix([self._prompt_tail, new_text]))
             new_text, self._prompt_tail = new_text[num_shared:], ""
-        num_old = len(self._text)
-        self._text += new_text
+        num_old = len(self._rest)
+        self._rest += new_text
         if new_text and self._num_tokens > self._min_tokens:
-            starts = [(self._text.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
+            starts = [(self._rest.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
             found = [(start + len(s), start) for start, s in starts if start >= 0]
             if found:
                 # The stop that ends first; min keeps the first of equals, in list order.
                 _, start = min(found, key=lambda end_start: end_start[0])
-                self._text = self._text[:start]
+                self._rest = self._rest[:start]
                 self.stopped = True
         return self.stopped
 
@@ -130,21 +131,24 @@ class IncrementalDetokenizer:
 
     def take_delta(self, finished: bool) -> str:
         """The text that is certain and was not taken yet; all of the rest if finished."""
-        end = len(self._text) if finished else len(self._text) - self._num_held_back()
-        delta = self._text[self._num_sent : end]
-        self._num_sent = max(self._num_sent, end)
+        end = len(self._rest) if finished else len(self._rest) - self._num_held_back()
+        delta, self._rest = self._rest[:end], self._rest[end:]
+        if delta:
+            self.deltas.append(delta)
         return delta
 
     @property
     def sent_text(self) -> str:
         """All deltas so far, joined."""
-        return self._text[: self._num_sent]
+        return "".join(self.deltas)
 
     def _num_held_back(self) -> int:
         """Length of the longest end of the text that may still become a stop string."""
-        longest = min(len(self._text), max(map(len, self._stop), default=0))
+        if not self._stop:
+            return 0
+        longest = min(len(self._rest), max(map(len, self._stop)))
         for n in range(longest, 0, -1):
-            tail = self._text[-n:]
+            tail = self._rest[-n:]
             if any(n < len(s) and s.startswith(tail) for s in self._stop):
                 return n
         return 0
@@ -193,15 +197,21 @@ class OutputStream:
     def take(self) -> RequestOutput:
         """The output so far; `delta` is the text that became certain since the last call."""
         request, detokenizer, logprobs = self._request, self._detokenizer, self._logprobs
-        delta = "" if detokenizer is None else detokenizer.take_delta(request.is_finished)
-        return RequestOutput(
+        output = RequestOutput(
             request_id=request.request_id,
-            text="" if detokenizer is None else detokenizer.sent_text,
-            delta=delta,
-            token_ids=list(request.output_token_ids),
-            logprobs=None if logprobs is None else list(logprobs),
+            text="",
+            delta="" if detokenizer is None else detokenizer.take_delta(request.is_finished),
+            token_ids=[],
+            logprobs=None,
             finish_reason=request.finish_reason,
             finished=request.is_finished,
             metrics=request.metrics,
             error=self.error,
         )
+        # These grow with every step: whoever reads them pays for the copy.
+        output.read_later("token_ids", request.output_token_ids)
+        if detokenizer is not None:
+            output.read_later("text", detokenizer.deltas, "".join)
+        if logprobs is not None:
+            output.read_later("logprobs", logprobs)
+        return output

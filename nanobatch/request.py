@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from nanobatch.utils.checks import check_bool, check_float, check_int, check_token_ids
 
@@ -303,6 +303,8 @@ class RequestOutput:
     text and token_ids are cumulative; delta is the text since the last output; logprobs is
     one {token_id: log-probability} for each output token, or None if none were asked for.
     finish_reason is "stop", "length", "abort", "error" or None; error says what went wrong.
+
+    The engine's outputs copy what is cumulative when it is first read, as it was at their step.
     """
 
     request_id: str
@@ -314,3 +316,23 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+
+    def read_later(self, name: str, source: list, make: Callable[[list], object] = list):
+        """Let a field be make(the items that source has now), made when it is first read.
+
+        Args:
+            source: a list that only grows.
+        """
+        del self.__dict__[name]
+        self.__dict__["_" + name] = source, len(source), make
+
+    def __getattr__(self, name: str):
+        # Python asks here only for what is not there.
+        if "_" + name not in self.__dict__:
+            raise AttributeError(f"RequestOutput has no attribute {name!r}")
+        source, length, make = self.__dict__.pop("_" + name)
+        value = self.__dict__[name] = make(source[:length])
+        return value
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}

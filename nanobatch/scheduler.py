@@ -49,6 +49,7 @@ from nanobatch.policies.admission import Admission, check_fits, limits, make_adm
 from nanobatch.policies.lengths import observe
 from nanobatch.policies.ordering import Policy, arrival, in_order, make_policy
 from nanobatch.policies.preemption import Preemption, Recompute
+from nanobatch.policies.prefix_hits import PrefixHits
 from nanobatch.policies.static_batch import make_batching
 from nanobatch.request import Request, RequestStatus
 from nanobatch.utils.arithmetic import cdiv
@@ -88,6 +89,7 @@ class Scheduler:
         self.admission = admission or make_admission(config.admission, allocator)
         self.batching = make_batching(config.batching)
         self.preemption: Preemption = Recompute(allocator)
+        self._prefix_hits = PrefixHits(allocator)
         self.hooks: list[StepHook] = []
         self.waiting: list[Request] = []  # in order of arrival
         self.running: list[Request] = []  # in order of admission
@@ -244,7 +246,8 @@ class Scheduler:
         if budget == 0 or num_seats == 0 or not self.waiting:
             return budget
         admission.begin(self.running)
-        self._look_up_hits()
+        if config.enable_prefix_caching and getattr(self.policy, "uses_hits", False):
+            self._prefix_hits.refresh(self.waiting)
         candidates = self.batching.candidates(self.waiting, self.running)
         for request in in_order(candidates, self.policy, now, config.max_wait, num_seats):
             if budget == 0 or (request.must_wait is not None and request.must_wait()):
@@ -267,11 +270,6 @@ class Scheduler:
         if request.num_computed_tokens > 0:
             return []
         return self.allocator.match_prefix(request.token_ids, request.cache_salt)
-
-    def _look_up_hits(self) -> None:
-        if self.config.enable_prefix_caching and getattr(self.policy, "uses_hits", False):
-            for request in self.waiting:
-                request.num_hit_tokens = len(self._hit(request)) * self.config.block_size
 
     def _start(
         self, plan: SchedulerOutput, entry: ScheduledRequest, cached: list[int], now: float

@@ -15,12 +15,15 @@ What is proved: invariants 10 to 15 and 17; faults 2 to 5, 8, 14, 15, 20 to 25, 
 bundled model says: it may be trained anew.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
 import math
+import pickle
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from random import Random
 
@@ -688,6 +691,50 @@ def test_outputs_are_snapshots():
     outs = [engine.step()[0] for _ in range(3)]
     assert [out.token_ids for out in outs] == [[97], [97, 98], [97, 98, 99]]
     assert [len(out.logprobs) for out in outs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, dataclasses.replace, lambda o: pickle.loads(pickle.dumps(o))],
+)
+def test_an_output_is_a_plain_record(again):
+    """Whenever it is first read, copied or sent elsewhere: what it was at its step."""
+    engine = scripted()
+    engine.add_request("x", SamplingParams(max_tokens=4, logprobs=0))
+    out = [engine.step()[0] for _ in range(4)][1]
+    other = again(out)
+    logprobs = [{97: -1}, {98: -1}]
+    assert (other.text, other.token_ids, other.logprobs) == ("ab", [97, 98], logprobs)
+    assert type(other.token_ids) is list and other == out
+    assert "text='ab', delta='b', token_ids=[97, 98]" in repr(again(out))
+    assert dataclasses.asdict(out)["logprobs"] == logprobs
+    assert not hasattr(out, "txt")
+
+
+def test_a_step_copies_nothing_of_what_is_there():
+    """The memory that a step takes does not grow with the output: 40,000 tokens of 8 bytes, as
+    many characters, and as many log-probabilities."""
+    num_before = 40_000
+
+    class Long(Scripted):
+        def run(self, plan):
+            (entry,) = plan.scheduled
+            request_id, is_first = entry.request.request_id, not entry.request.output_token_ids
+            ids = [97] * (num_before if is_first else 1)
+            return StepResult({request_id: ids}, {request_id: [{97: 0.0}] * len(ids)})
+
+    config = EngineConfig(num_blocks=4000, max_num_batched_tokens=50_000)
+    engine = LLMEngine(config, Long({}), tokenizer=TOKENIZER)
+    engine.add_request("x", SamplingParams(max_tokens=50_000, logprobs=0, stop="b"))
+    kept = [engine.step(), engine.step()]
+    tracemalloc.start()
+    try:
+        kept.append(engine.step())
+        assert tracemalloc.get_traced_memory()[1] < 40_000
+    finally:
+        tracemalloc.stop()
+    assert [len(out.text) for (out,) in kept] == [num_before + i for i in range(3)]
+    assert [len(out.token_ids) for (out,) in kept] == [num_before + i for i in range(3)]
 
 
 def test_without_a_tokenizer():

@@ -254,6 +254,7 @@ for name in ("torch", "numpy", "triton", "transformers", "matplotlib"):
 import bench
 from nanobatch.bench import host
 host.NUM_REQUESTS = (4,)
+host.NUM_OUTPUT_TOKENS, host.NUM_WAITING = (10,), (10,)
 try:
     bench.main(sys.argv[1:])
 finally:
@@ -283,8 +284,10 @@ def test_host_runs_without_torch(tmp_path):
     done = without_torch("host", "--save-json", str(tmp_path / "h.json"))
     assert done.returncode == 0, done.stderr
     assert "pack: not measured; torch is not installed" in done.stdout
-    costs = json.loads((tmp_path / "h.json").read_text())["host"]
-    assert all(cost["schedule"] > 0 and cost["pack"] is None for cost in costs)
+    saved = json.loads((tmp_path / "h.json").read_text())
+    assert all(cost["schedule"] > 0 and cost["pack"] is None for cost in saved["host"])
+    assert [row["num_output_tokens"] for row in saved["long_outputs"]] == [10]
+    assert [set(row) for row in saved["long_queue"]] == [{"num_waiting", "fcfs", "sjf"}]
 
 
 def test_no_plot_without_matplotlib(tmp_path):
