@@ -177,7 +177,7 @@ MUTATIONS = {
     "first-stop-in-list-wins": Mutation("detokenizer.py", "_, start = min(found, key=lambda end_start: end_start[0])", "_, start = found[0]", "tests/models/test_tokenizer.py"),
     "stop-within-a-token-only": Mutation("detokenizer.py", "max(0, num_old - len(s) + 1)", "num_old", "tests/models/test_tokenizer.py"),
     # ---- blocks
-    "last-of-equal-blocks": Mutation("block_allocator.py", "next(iter(self._holders[key]))", "next(reversed(self._holders[key]))", "tests/test_block_allocator.py"),
+    "last-of-equal-blocks": Mutation("block_allocator.py", "next(iter(self._holders[k]))", "next(reversed(self._holders[k]))", "tests/test_block_allocator.py"),
     "chain-numbers-are-reused": Mutation("block_allocator.py", "self._chains[key] = self._next_chain\n", "self._chains[key] = len(self._chains)\n", "tests/test_block_allocator.py tests/test_shadow_cache.py"),
     "acquire-a-block-twice": Mutation("block_allocator.py", "        self._check_distinct(\"acquire\", block_ids)\n", "", "tests/test_block_allocator.py"),
     "cache-beyond-the-table": Mutation("block_allocator.py", "if num_full > len(block_table):", "if num_full > len(block_table) + 1:", "tests/test_block_allocator.py"),
