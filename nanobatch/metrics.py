@@ -84,6 +84,14 @@ class InterTokenLatencies:
         return 0.0
 
 
+def duration_of(metrics: Iterable[RequestMetrics]) -> float:
+    """Seconds from the first arrival to the last token; never 0, since rates divide by it."""
+    done = list(metrics)
+    first = min((m.arrival_time for m in done), default=0.0)
+    last = max((m.finish_time for m in done), default=0.0)
+    return max(last - first, 1e-9)
+
+
 def summarize(
     metrics: Sequence[RequestMetrics],
     duration: float,
@@ -94,7 +102,7 @@ def summarize(
 
     Args:
         metrics: of requests that have finished.
-        duration: seconds from the first arrival to the last token.
+        duration: see duration_of; of several engines, that of all.
         itl: the times between their tokens, if they were collected.
         goodput: limits in ms on "ttft", "tpot", "e2el"; a request counts if it meets all.
 

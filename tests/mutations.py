@@ -97,6 +97,14 @@ MUTATIONS = {
     "hits-of-another-salt": Mutation("simulation/replica.py", "allocator.match_prefix(request.token_ids, request.cache_salt)", "allocator.match_prefix(request.token_ids)", "tests/simulation/test_replicas.py"),
     "hot-prefix-drowns-one": Mutation("simulation/router.py", "        if not self.are_far_apart([replica.num_unfinished for replica in replicas]):\n", "        if True:\n", "tests/simulation/test_replicas.py"),
     "least-loaded-by-history": Mutation("simulation/router.py", "return replica.num_unfinished, replica.num_given", "return replica.num_given, replica.num_unfinished", "tests/simulation/test_replicas.py"),
+    # ---- measuring
+    "goodput-by-any-limit": Mutation("metrics.py", "return all(spans[name] is None or", "return any(spans[name] is None or", "tests/bench/test_workload.py"),
+    "idle-start-counts": Mutation("metrics.py", "return max(last - first, 1e-9)", "return max(last, 1e-9)", "tests/bench/test_workload.py"),
+    "traces-split-like-texts": Mutation("bench/trace.py", "iter(lambda: lines.readline(MAX_LINE + 1), b\"\")", "[x.encode() for x in lines.read().decode().splitlines()]", "tests/bench/test_trace.py"),
+    "late-traces-are-waited-for": Mutation("bench/trace.py", "arrival_time=item.arrival_time - first)", "arrival_time=item.arrival_time)", "tests/bench/test_trace.py"),
+    "ids-past-the-vocabulary": Mutation("bench/trace.py", "if max(prompt) >= vocab_size:", "if max(prompt) > vocab_size:", "tests/bench/test_trace.py"),
+    "figure-before-the-json": Mutation("bench/cli.py", "    if args.save_json is not None:\n        report.save(result, args.save_json)\n    if figures", "    if figures", "tests/bench/test_cli.py"),
+    "half-a-report": Mutation("bench/report.py", "        write(new)\n", "        write(Path(target))\n        write(new)\n", "tests/bench/test_cli.py"),
     # ---- kernels
     "kernel-32-bit-slots": Mutation("paged_attention_kernel.py", "(block_L.to(tl.int64) * K + kv_head)", "(block_L * K + kv_head)", "tests/kernels/test_kernels.py"),
     "kernel-poisoned-values": Mutation("paged_attention_kernel.py", "v_LD = tl.load(v_cache_ptr + where_LD, mask=is_here_LD, other=0.0)", "v_LD = tl.load(v_cache_ptr + where_LD, mask=is_d_D[None, :] & (pos_L >= 0)[:, None], other=0.0)", "tests/kernels/test_kernels.py"),

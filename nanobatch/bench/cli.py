@@ -5,6 +5,7 @@ Each subcommand is a module of this folder:
     add_arguments(parser)     its flags
     check_arguments(args)     refuses what cannot be, if flags.check_common does not
     run_command(args)         measures and prints; returns the report
+    draw(found, args, figures)    yields the figures of --plot, if it has that flag
 
 Only the module that was asked for is imported: `simulate` and `host` run without torch.
 
@@ -48,15 +49,18 @@ def main(
     name, argv = _split(argv)
     module = _import(name)
     parser, args = _parse(name, module, argv)
-    drawing = {}
+    figures = None
     if getattr(args, "plot", None) is not None:
         try:  # found out now, not after the measurement
-            drawing = {"figures": load_figures()}
+            figures = load_figures()
         except ImportError as error:
             parser.error(f"--plot is {args.plot}; it needs matplotlib: {error}")
-    result = module.run_command(args, **drawing) | {"args": report.args_of(args)}
+    result = module.run_command(args) | {"args": report.args_of(args)}
     if args.save_json is not None:
         report.save(result, args.save_json)
+    if figures is not None and args.plot is not None:  # None: another rank draws
+        for file, figure in module.draw(result, args, figures):
+            report.save_figure(figure, file)
     return result
 
 

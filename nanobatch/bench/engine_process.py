@@ -86,7 +86,7 @@ def main() -> None:
     os.dup2(2, 1)  # what the engine prints goes to stderr
 
     def answer(what: dict) -> None:
-        print(json.dumps(what), file=answers, flush=True)
+        print(json.dumps(what, allow_nan=False), file=answers, flush=True)
 
     version, run = {"vllm": _vllm, "hf": _hf}[name](directory, dtype, int(threads))
     answer({"version": version})

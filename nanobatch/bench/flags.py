@@ -14,17 +14,27 @@ EngineConfig.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from nanobatch.bench import report
+from nanobatch.bench.trace import MAX_SPAN, read_trace
 from nanobatch.bench.workload import (
+    BURSTINESS,
+    MAX_LENGTH,
+    MAX_PROMPT_TOKENS,
+    MAX_REQUESTS,
+    NUM_DRAWN_IDS,
+    REQUEST_RATES,
     WorkItem,
     chat_requests,
+    check_rate,
     parse_lengths,
     random_requests,
-    read_trace,
 )
 from nanobatch.config import (
     ADMISSIONS,
@@ -32,6 +42,7 @@ from nanobatch.config import (
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
+    MAX_DRAFT_TOKENS,
     PREEMPTIONS,
     EngineConfig,
 )
@@ -39,7 +50,6 @@ from nanobatch.metrics import GOODPUT_METRICS
 
 LENGTHS = "a length: 128, uniform:16:512, lognormal:200:1, bimodal:32:1000:0.9"
 PLOT_FORMATS = (".png", ".pdf", ".svg")
-MAX_COUNT = 10**9
 
 FLAGS = {
     "model": {"help": "anything LLM() takes"},
@@ -94,11 +104,17 @@ ENGINE = {
     "num_host_blocks": 0, "kv_cache_dtype": "auto", "no_enable_prefix_caching": False,
     "tensor_parallel_size": 1,
 }  # fmt: skip
-AT_LEAST = dict.fromkeys(("prefix_len", "num_host_blocks"), 0) | dict.fromkeys(
-    ("num_prompts", "num_prefixes", "num_turns", "block_size", "num_blocks", "max_num_seqs",
-     "max_num_batched_tokens", "tensor_parallel_size", "max_tokens", "num_replicas",
-     "num_speculative_tokens", "repeat", "threads"), 1,
-)  # fmt: skip
+# The least and the most of each number. What memory, a model or a pool can hold may be less.
+RANGES = {
+    "threads": (1, os.cpu_count() or 1), "repeat": (1, 1000),
+    "num_prompts": (1, MAX_REQUESTS), "prefix_len": (0, MAX_LENGTH), "num_prefixes": (1, 10**6),
+    "num_turns": (1, 1000), "max_tokens": (1, MAX_LENGTH), "num_replicas": (1, 1000),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_num_seqs": (1, 10**5), "max_num_batched_tokens": (1, MAX_LENGTH),
+    "block_size": (1, 2**16), "num_blocks": (1, 10**7), "num_host_blocks": (0, 10**7),
+    "max_wait": (0.0, 1e8), "tensor_parallel_size": (1, 1000),
+    "num_speculative_tokens": (1, MAX_DRAFT_TOKENS),
+}  # fmt: skip
 # What a trace file says itself, so that these flags would be ignored beside it.
 DRAWN = ("num_prompts", "input_len", "output_len", "prefix_len", "num_prefixes", "num_turns",
          "request_rate", "burstiness")  # fmt: skip
@@ -135,21 +151,29 @@ def refuse(args: Namespace, names: Iterable[str], where: str) -> None:
 
 
 def check_common(args: Namespace) -> None:
-    """Check what every subcommand may have: counts, the device, the report's files."""
-    check_counts(args)
+    """Check what every subcommand may have: numbers, the device, the report's files."""
+    check_ranges(args)
     if "device" in args:
         check_device(args)
     check_report(args)
 
 
-def check_counts(args: Namespace) -> None:
-    """Raise ValueError if a count is too small, or absurdly large."""
-    for name, low in AT_LEAST.items():
+def check_ranges(args: Namespace) -> None:
+    """Raise ValueError if a number is too small, or absurdly large."""
+    for name, (low, high) in RANGES.items():
         value = getattr(args, name, None)
-        if value is not None and value < low:
-            raise ValueError(f"{flag(name)} is {value}; it must be >= {low}")
-        if value is not None and value > MAX_COUNT:
-            raise ValueError(f"{flag(name)} is {value}; it must be <= {MAX_COUNT}")
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{flag(name)} is {value}; it must be in [{low}, {high}]")
+
+
+@contextlib.contextmanager
+def named_as_flags(args: Namespace) -> Iterator[None]:
+    """A ValueError in the block that begins with a setting's name has that of its flag."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, what = str(error).partition(" ")
+        raise ValueError(f"{flag(name) if name in args else name} {what}") from None
 
 
 def check_device(args: Namespace) -> None:
@@ -170,8 +194,10 @@ def check_workload(args: Namespace) -> None:
     """
     if args.trace is not None:
         refuse(args, DRAWN, "beside --trace: the file says it")
-        if not Path(args.trace).is_file():
+        if not Path(args.trace).exists():
             raise ValueError(f"--trace is {args.trace}; there is no such file")
+        if not Path(args.trace).is_file():
+            raise ValueError(f"--trace is {args.trace}; it must be a regular file")
         vars(args).update(dict.fromkeys(DRAWN), request_rate=[None])
         return
     if args.num_turns > 1:
@@ -180,41 +206,91 @@ def check_workload(args: Namespace) -> None:
         args.prefix_len, args.num_prefixes = 0, 1
     elif args.prefix_len == 0:
         refuse(args, ("num_prefixes",), "with --prefix-len 0")
-    for name in ("input_len", "output_len"):
-        try:
-            parse_lengths(getattr(args, name))
-        except ValueError as error:
-            raise ValueError(f"{flag(name)}: {error}") from None
+    _check_lengths(args)
     args.request_rate = [_rate(text) for text in args.request_rate.split(",")]
     if all(map(math.isinf, args.request_rate)):
         refuse(args, ("burstiness",), "without --request-rate: all requests come at once")
-    if not args.burstiness > 0:
-        raise ValueError(f"--burstiness is {args.burstiness}; it must be > 0, or inf")
+    check_rate("--burstiness", args.burstiness, BURSTINESS)
+
+
+def _check_lengths(args: Namespace) -> None:
+    """Raise ValueError if a length cannot be read, or the prompts would fill the memory."""
+    most = {}
+    for name in ("input_len", "output_len"):
+        try:
+            most[name] = parse_lengths(getattr(args, name)).most
+        except ValueError as error:
+            raise ValueError(f"{flag(name)}: {error}") from None
+    # Turn t's prompt has t inputs and the t - 1 outputs between them.
+    n = args.num_turns
+    prompts = (
+        args.prefix_len
+        + (n * (n + 1) * most["input_len"] + n * (n - 1) * most["output_len"]) // 2
+    )
+    prefixes = args.num_prefixes * args.prefix_len
+    num_tokens = args.num_prompts * prompts + prefixes
+    if num_tokens > MAX_PROMPT_TOKENS:
+        names = ("num_prompts", "input_len", "prefix_len", "num_prefixes", "num_turns")
+        given = ", ".join(f"{flag(name)} is {getattr(args, name)}" for name in names)
+        raise ValueError(
+            f"{given}: the prompts may have {num_tokens} tokens; they must have at most "
+            f"{MAX_PROMPT_TOKENS} together"
+        )
 
 
 def _rate(text: str) -> float:
     try:
         rate = float(text)
     except ValueError:
-        rate = 0.0
-    if not rate > 0:
-        raise ValueError(f"--request-rate is {text}; it must be > 0, or inf")
+        raise ValueError(f"--request-rate is {text!r}; it must be a number, or inf") from None
+    check_rate("--request-rate", rate, REQUEST_RATES)
     return rate
 
 
 def make_items(
     args: Namespace,
     request_rate: float | None,
+    *,
     vocab_size: int,
+    max_model_len: int,
+    max_span: float = MAX_SPAN,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[WorkItem]:
-    """The workload that the flags describe, in order of arrival; at least one request."""
+    """The workload that the flags describe, in order of arrival; at least one request.
+
+    Args:
+        vocab_size, max_model_len: the model's.
+        max_span: most seconds from the first request to the last.
+        encode: turns a trace's texts to tokens.
+
+    Raises:
+        ValueError: the model or the time has no room for a request; names its line in a trace.
+    """
     if args.trace is not None:
-        random_tokens = {"vocab_size": vocab_size, "seed": args.seed}
-        items = read_trace(args.trace, encode=encode, **random_tokens)
+        limits = {"vocab_size": vocab_size, "max_model_len": max_model_len}
+        limits |= {"max_span": max_span, "seed": args.seed}
+        items = read_trace(args.trace, encode=encode, **limits)
         if not items:
             raise ValueError(f"--trace is {args.trace}; it has no requests")
         return items
+    items = _draw_items(args, request_rate, min(vocab_size, NUM_DRAWN_IDS))
+    longest, span = longest_of(items), items[-1].arrival_time
+    if longest > max_model_len:
+        names = ("prefix_len", "input_len", "output_len", "num_turns")
+        given = ", ".join(f"{flag(name)} {getattr(args, name)}" for name in names)
+        raise ValueError(
+            f"{given}: the longest request has {longest} tokens, prompt and output; the model "
+            f"was made for at most {max_model_len}"
+        )
+    if span > max_span:
+        raise ValueError(
+            f"--request-rate is {request_rate}; the last request comes after {span:.0f} s, and "
+            f"it must come within {max_span:.0f}"
+        )
+    return items
+
+
+def _draw_items(args: Namespace, request_rate: float | None, vocab_size: int) -> list[WorkItem]:
     drawn = {
         "request_rate": request_rate,
         "burstiness": args.burstiness,
@@ -232,7 +308,7 @@ def describe_items(items: Sequence[WorkItem], request_rate: float | None) -> str
     """How many requests come when, in words."""
     outputs = [item.num_output_tokens for item in items]
     if request_rate is None:
-        when = "of a trace"
+        when = f"of a trace within {items[-1].arrival_time:g} s"
     else:
         when = "at once" if request_rate == math.inf else f"at {request_rate:g} a second"
     return f"{len(items)} requests {when}, outputs of {min(outputs)} to {max(outputs)} tokens"
@@ -259,12 +335,13 @@ def check_engine(args: Namespace) -> None:
 
 
 def engine_config(args: Namespace) -> EngineConfig:
-    """The configuration that the flags describe."""
+    """The configuration that the flags describe; a ValueError names the flag."""
     names = EngineConfig.__dataclass_fields__.keys() - {"device", "dtype", "seed"}
     fields = {name: getattr(args, name) for name in names & vars(args).keys()}
     fields["enable_prefix_caching"] = not getattr(args, "no_enable_prefix_caching", False)
     fields["cuda_graphs"] = not getattr(args, "enforce_eager", False)
-    return EngineConfig(**fields)
+    with named_as_flags(args):
+        return EngineConfig(**fields)
 
 
 # --------------------------------------------------------------------------------- report
@@ -278,13 +355,29 @@ def check_report(args: Namespace) -> None:
         if len(set(names)) < len(names):
             raise ValueError(f"--goodput is {' '.join(args.goodput)}; it has a name twice")
         args.goodput = dict(limits)
-    if args.save_json is not None:
-        check_writable("--save-json", Path(args.save_json))
     plot = getattr(args, "plot", None)
-    if plot is not None:
-        if Path(plot).suffix not in PLOT_FORMATS:
-            raise ValueError(f"--plot is {plot}; it must end in {' or '.join(PLOT_FORMATS)}")
-        check_writable("--plot", Path(plot))
+    if plot is not None and Path(plot).suffix not in PLOT_FORMATS:
+        raise ValueError(f"--plot is {plot}; it must end in {' or '.join(PLOT_FORMATS)}")
+    check_files(args)
+
+
+def check_files(args: Namespace, more: Mapping[str, Path] | None = None) -> None:
+    """Raise ValueError if a report cannot be written, or would replace another or the trace.
+
+    Args:
+        more: other files that will be written, by what they are.
+    """
+    names = ("trace", "save_json", "plot")
+    files = {flag(name): getattr(args, name, None) for name in names} | (more or {})
+    taken: dict[str, str] = {}
+    for name, file in files.items():
+        if file is None:
+            continue
+        if name != "--trace":
+            report.check_writable(name, Path(file))
+        other = taken.setdefault(os.path.realpath(file), name)
+        if other != name:
+            raise ValueError(f"{name} is {file}; {other} is the same file")
 
 
 def _limit(text: str) -> tuple[str, float]:
@@ -297,18 +390,3 @@ def _limit(text: str) -> tuple[str, float]:
         names = ", ".join(GOODPUT_METRICS)
         raise ValueError(f"--goodput is {text}; it must be NAME:MS with NAME of {names}")
     return name, limit
-
-
-def check_writable(name: str, file: Path) -> None:
-    """Raise ValueError if the file cannot be written; one that is there stays as it is."""
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{name} is {file}; there is no such directory")
-    is_new = not file.exists()
-    try:
-        file.open(
-            "a"
-        ).close()  # permissions alone do not say it: a file system may be read-only
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise ValueError(f"{name} is {file}; it cannot be written: {error.strerror}") from None

@@ -49,6 +49,7 @@ NOISE = 1e-3  # on the logits; many times what two orders of float32 sums differ
 NOISE_8 = {torch.int8: 5e-2, torch.float8_e4m3fn: 2e-1}
 NUM_NOISY = 8
 TOLERANCE = 10  # times the noise, of log-probabilities
+MAX_SECONDS = 7 * 86400.0
 LONGEST = 96  # tokens of a request, prompt and output
 FLAGS = {"model": "tiny", "device": "auto", "threads": 1, "seed": 0, "save_json": None}
 Ask = tuple[tuple[int, ...], SamplingParams]
@@ -116,9 +117,9 @@ class Fuzz:
         self._noise_XV = make_noise(model.config.vocab_size, seed).to(model.embed.weight.device)
 
     def run(self, seconds: float, say: Callable[[str], None] = print) -> Report:
-        """Run trials for so many seconds; `say` each fault as soon as it is found."""
+        """Run trials for so many seconds, at least one; `say` each fault when it is found."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while self.report.trials == 0 or time.monotonic() < end:
             for fault in self.trial():
                 say(fault)
         return self.report
@@ -289,8 +290,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Raise ValueError unless the time is positive and finite."""
-    check_float("SECONDS", args.check, 0.0, open_low=True)
+    """Raise ValueError unless the time is positive, and at most a week."""
+    check_float("SECONDS", args.check, 0.0, MAX_SECONDS, open_low=True)
 
 
 def run_command(args: Namespace) -> dict:

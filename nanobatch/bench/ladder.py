@@ -22,8 +22,8 @@ import io
 import statistics
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,12 +37,14 @@ from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
 from nanobatch.llm import build_runner, join_ranks, load_model
 from nanobatch.models.decoder import Decoder
+from nanobatch.request import RequestMetrics
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.device import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from nanobatch.extensions.ranks import Ranks
 
+MAX_WAIT = 86400.0  # seconds until the last request arrives; each rung waits for it
 SMALL_MODEL = 10_000_000  # parameters; its products are too small to be shared between cores
 MODEL = {"model": "tiny", "dtype": "float32", "device": "auto", "threads": None}
 ENGINE = flags.ENGINE | {"attention_backend": "auto", "enforce_eager": False}
@@ -151,22 +153,22 @@ def check_arguments(args: Namespace) -> None:
         raise ValueError("--request-rate takes several rates only with bench.py simulate")
     flags.check_engine(args)
     if args.plot is not None:
-        flags.check_writable("--plot", timeline_file(args.plot))
+        flags.check_files(args, {"--plot's second figure": timeline_file(args.plot)})
 
 
-def run_command(args: Namespace, figures=None) -> dict:
-    """Measure and print; the report. figures: nanobatch.viz, which draws for --plot."""
+def run_command(args: Namespace) -> dict:
+    """Measure and print; the report, with the times that --plot draws."""
     ranks = join_ranks(
         EngineConfig(tensor_parallel_size=args.tensor_parallel_size, device=args.device)
     )
     if ranks is None or ranks.rank == 0:
-        return _run(args, ranks, figures)
+        return _run(args, ranks)
     args.save_json = args.plot = None  # every rank does the same; one of them reports it
     with contextlib.redirect_stdout(io.StringIO()):
-        return _run(args, ranks, figures)
+        return _run(args, ranks)
 
 
-def _run(args: Namespace, ranks: Ranks | None, figures) -> dict:
+def _run(args: Namespace, ranks: Ranks | None) -> dict:
     config = replace(flags.engine_config(args), device=args.device, dtype=args.dtype)
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
@@ -176,7 +178,14 @@ def _run(args: Namespace, ranks: Ranks | None, figures) -> dict:
     if args.threads or is_small:
         torch.set_num_threads(args.threads or 1)
     encode = None if loaded.tokenizer is None else loaded.tokenizer.encode
-    items = flags.make_items(args, rate, min(256, model.vocab_size), encode)
+    items = flags.make_items(
+        args,
+        rate,
+        vocab_size=model.vocab_size,
+        max_model_len=model.config.max_position_embeddings,
+        max_span=MAX_WAIT,
+        encode=encode,
+    )
     info = report.describe_hardware(device)
     what = flags.describe_items(items, rate)
     report.print_heading(f"{args.model}, {args.dtype}: {what}, {args.max_num_seqs} slots", info)
@@ -196,13 +205,23 @@ def _run(args: Namespace, ranks: Ranks | None, figures) -> dict:
     }
     print(f"greedy tokens: {said}; medians of {args.repeat}\n")
     report.print_systems(systems)
+    found = {"machine": info, "systems": systems}
     if args.plot:
-        title = f"{args.model}: {len(items)} requests, {args.max_num_seqs} slots"
-        figures.ladder(systems, title).savefig(args.plot, dpi=150)
-        timed = [runs[name][-1].metrics for name in ("static", "continuous")]
-        timeline = figures.static_against_continuous(*timed, args.max_num_seqs)
-        timeline.savefig(timeline_file(args.plot), dpi=150)
-    return {"machine": info, "systems": systems}
+        drawn = {name: runs[name][-1].metrics for name in ("static", "continuous")}
+        found["requests"] = {name: list(map(asdict, timed)) for name, timed in drawn.items()}
+    return found
+
+
+def draw(found: Mapping, args: Namespace, figures) -> Iterator[tuple[str | Path, object]]:
+    """The figures of a report, each after its file. figures: nanobatch.viz."""
+    timed = {
+        name: [RequestMetrics(**one) for one in requests]
+        for name, requests in found["requests"].items()
+    }
+    title = f"{args.model}: {len(timed['static'])} requests, {args.max_num_seqs} slots"
+    yield args.plot, figures.ladder(found["systems"], title)
+    timeline = figures.static_against_continuous(**timed, num_slots=args.max_num_seqs)
+    yield timeline_file(args.plot), timeline
 
 
 def timeline_file(plot: str) -> Path:

@@ -106,7 +106,7 @@ class Baseline:
     def run(self, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]) -> dict:
         """{"seconds", "first_token" (seconds; None if not known), "tokens"} of one pass."""
         request = {"prompts": prompts, "output_lens": output_lens}
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.write(json.dumps(request, allow_nan=False) + "\n")
         self._process.stdin.flush()
         return self._read()
 

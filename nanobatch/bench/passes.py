@@ -17,7 +17,7 @@ from nanobatch.bench.static_batching import run_static_batch
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
 from nanobatch.engine import LLMEngine
-from nanobatch.metrics import InterTokenLatencies, summarize
+from nanobatch.metrics import InterTokenLatencies, duration_of, summarize
 from nanobatch.model_runner import ModelRunner
 from nanobatch.plan import SchedulerOutput, StepResult
 from nanobatch.request import RequestMetrics, SamplingParams
@@ -44,7 +44,7 @@ class Run:
     ) -> dict[str, float]:
         """The figures under the keys of bench.py's JSON; a share of the roofline if the
         hardware was measured."""
-        duration = max(m.finish_time for m in self.metrics)
+        duration = duration_of(self.metrics)
         figures = summarize(self.metrics, duration, self.itl, goodput)
         figures["slot_utilization"] = self.slot_utilization
         if hardware is not None:

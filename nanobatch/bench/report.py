@@ -8,9 +8,11 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import platform
+import shutil
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import nanobatch
@@ -116,16 +118,73 @@ def dtype_name(dtype) -> str:
 
 def args_of(args: Namespace) -> dict:
     """The flags as they go into the JSON."""
-    return {name: finite(value) for name, value in vars(args).items() if name != "given"}
+    return {name: value for name, value in vars(args).items() if name != "given"}
 
 
 def finite(value: object) -> object:
-    """The value, or "inf" for an infinity, which JSON lacks; `vllm bench` writes it so too."""
-    if isinstance(value, list):
+    """The value as JSON has it: "inf" for an infinity, as `vllm bench` writes it, and null for
+    what is not a number. What it contains likewise."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
         return [finite(one) for one in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+# ---------------------------------------------------------------------------------- files
+
+
+def check_writable(name: str, file: Path) -> None:
+    """Raise ValueError if the file cannot be written; one that is there stays as it is.
+
+    Args:
+        name: of the flag, for the message.
+    """
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{name} is {file}; there is no such directory")
+    try:
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{name} is {file}; it must be a regular file")
+        if file.exists():
+            file.open("ab").close()
+        new = _beside(file)
+        try:  # permissions alone do not say it: a disk may be full, or read-only
+            new.write_bytes(bytes(4096))
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name} is {file}; it cannot be written: {error.strerror}") from None
 
 
 def save(report: Mapping, file: str) -> None:
     """Write a report as JSON."""
-    Path(file).write_text(json.dumps(report, indent=2, allow_nan=False))
+    text = json.dumps(finite(report), indent=2, allow_nan=False)
+    _replace(Path(file), lambda new: new.write_text(text))
+
+
+def save_figure(figure, file: str | Path) -> None:
+    """Write a figure of matplotlib's in the format of the file's suffix."""
+    _replace(Path(file), lambda new: figure.savefig(new, dpi=150))
+
+
+def _replace(file: Path, write: Callable[[Path], object]) -> None:
+    """Write a file: all of it, or what was there stays. A link stays a link.
+
+    write: is given the file to write, which then takes the place of the other.
+    """
+    new, target = _beside(file), os.path.realpath(file)
+    try:
+        write(new)
+        if os.path.exists(target):
+            shutil.copymode(target, new)
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _beside(file: Path) -> Path:
+    """A new file in the same directory, that of a link's target."""
+    target = Path(os.path.realpath(file))
+    return target.with_name(f".bench-{os.getpid()}{target.suffix}")

@@ -31,9 +31,11 @@ from nanobatch.bench import flags, report
 from nanobatch.bench.rungs import make_rungs
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
+from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.policies.lengths import LearnedLengths
 from nanobatch.policies.ordering import SJF, Policy
 from nanobatch.request import Request, SamplingParams
+from nanobatch.simulation.cost_model import CostModel
 from nanobatch.simulation.replica import SimulationResult
 from nanobatch.simulation.router import ROUTERS
 from nanobatch.simulation.simulator import (
@@ -215,30 +217,48 @@ def check_arguments(args: Namespace) -> None:
     if len(set(args.request_rate)) < len(args.request_rate):
         raise ValueError("--request-rate has a rate twice")
     flags.check_engine(args)
-    model, gpu = args.simulate.split("@")
+    with flags.named_as_flags(args):
+        cost_model = _cost_model(args)
+    if args.num_blocks is not None:
+        most = cost_model.num_blocks(1.0)
+        if args.num_blocks > most:
+            raise ValueError(
+                f"--num-blocks is {args.num_blocks}; it must be <= {most}: what the memory of "
+                f"{args.simulate} has beside the weights"
+            )
+
+
+def _cost_model(args: Namespace) -> CostModel:
     sizes = (args.tensor_parallel_size, args.block_size, args.kv_cache_dtype)
-    make_cost_model(model, gpu, *sizes)
+    return make_cost_model(*args.simulate.split("@"), *sizes)
 
 
-def run_command(args: Namespace, figures=None) -> dict:
-    """Simulate and print; the report. figures: nanobatch.viz, which draws for --plot."""
+def run_command(args: Namespace) -> dict:
+    """Simulate and print; the report."""
     systems: dict[str, dict[str, float]] = {}
     is_sweep = len(args.request_rate) > 1
     for rate in args.request_rate:
         suffix = f" @ {rate}".removesuffix(".0") if is_sweep else ""
         of_rate = _simulate_rate(args, rate)
         systems |= {name + suffix: one for name, one in of_rate.items()}
-    if args.plot:
-        title = "{} on {}, simulated".format(*args.simulate.split("@"))
-        draw = figures.throughput_against_latency if is_sweep else figures.ladder
-        draw(systems, title).savefig(args.plot, dpi=150)
     return {"systems": systems}
+
+
+def draw(found: Mapping, args: Namespace, figures) -> Iterator[tuple[str, object]]:
+    """The figure of a report, after its file. figures: nanobatch.viz."""
+    title = "{} on {}, simulated".format(*args.simulate.split("@"))
+    is_sweep = len(args.request_rate) > 1
+    draw_systems = figures.throughput_against_latency if is_sweep else figures.ladder
+    yield args.plot, draw_systems(found["systems"], title)
 
 
 def _simulate_rate(args: Namespace, rate: float | None) -> dict[str, dict[str, float]]:
     """All systems at one request rate, printed; their figures by name."""
     model, gpu = args.simulate.split("@")
-    items = flags.make_items(args, rate, vocab_size=256)
+    config, shape = flags.engine_config(args), MODEL_PRESETS[model]
+    sizes = {"vocab_size": shape.vocab_size, "max_model_len": shape.max_position_embeddings}
+    items = flags.make_items(args, rate, **sizes)
+    _check_pool(args, items, config)
     longest_output = max(item.num_output_tokens for item in items)
     if args.max_tokens is not None and args.max_tokens < longest_output:
         raise ValueError(
@@ -249,7 +269,6 @@ def _simulate_rate(args: Namespace, rate: float | None) -> dict[str, dict[str, f
     if args.compare == "router":
         where = f"{args.num_replicas} times {where}"
     print(f"{where}, simulated: {flags.describe_items(items, rate)}")
-    config = flags.engine_config(args)
     simulate_one = functools.partial(
         run,
         items=items,
@@ -263,12 +282,24 @@ def _simulate_rate(args: Namespace, rate: float | None) -> dict[str, dict[str, f
     )
     compared = COMPARISONS[args.compare](config, flags.longest_of(items))
     results = {name: simulate_one(system) for name, system in compared.items()}
-    key = report.finite(rate)
-    systems = {name: r.metrics | {"request_rate": key} for name, r in results.items()}
+    systems = {name: r.metrics | {"request_rate": rate} for name, r in results.items()}
     report.print_systems(systems, is_simulated=True)
     if args.compare == "router":
         _print_replicas(args.router, [r.metrics for r in results[args.router].replicas])
     return systems
+
+
+def _check_pool(args: Namespace, items: Sequence[WorkItem], config: EngineConfig) -> None:
+    """Raise ValueError if a request cannot fit into the pool, or no block into the GPU."""
+    with flags.named_as_flags(args):
+        of_gpu = _cost_model(args).num_blocks(config.gpu_memory_utilization)
+    num_blocks = config.num_blocks or of_gpu
+    num_slots, longest = num_blocks * config.block_size, flags.longest_of(items)
+    if longest > num_slots:
+        raise ValueError(
+            f"--num-blocks is {num_blocks}: the pool has {num_slots} slots, and the longest "
+            f"request has {longest} tokens"
+        )
 
 
 def _print_replicas(router: str, replicas: Sequence[Mapping[str, float]]) -> None:

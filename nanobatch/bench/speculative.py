@@ -165,6 +165,12 @@ def run_command(args: Namespace) -> dict:
     if loaded.tokenizer is None:
         raise ValueError(f"--model is {args.model}; the prompts need one with a tokenizer")
     prompts = {name: loaded.tokenizer.encode(text) for name, text in PROMPTS.items()}
+    room = loaded.model.config.max_position_embeddings - max(map(len, prompts.values()))
+    if args.max_tokens > room:
+        raise ValueError(
+            f"--max-tokens is {args.max_tokens}; it must be <= {room}: the model's context "
+            "after the longer prompt"
+        )
     info = report.describe_hardware(device)
     who = args.draft_model or args.speculative
     report.print_heading(

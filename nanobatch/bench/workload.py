@@ -6,11 +6,12 @@
                 "lognormal:200:1.0"        mean and sigma; at most 4 times the mean
                 "bimodal:32:1000:0.9"      the first of the two with this probability
     prompts     random tokens behind shared prefixes; conversations that grow turn by turn
-    a trace     JSON lines: {"arrival": s, "prompt": text | ids | count, "output_tokens": n}
 
 Real lengths are skewed: most answers are short and a few are very long. A lognormal
 distribution is close to what chat logs show (ShareGPT, LMSYS), and this spread is what static
 batching wastes time on.
+
+Requests that were recorded are read from a file (trace.py).
 
 Always holds: the same seed gives the same requests on every machine.
 
@@ -20,16 +21,22 @@ and the burstiness of `vllm bench serve`; bursts as in BurstGPT (Wang et al., 20
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from nanobatch.utils.checks import check_float, check_int
 
 MOST_OF_THE_MEAN = 4  # a lognormal length is at most this many times its mean
+MAX_SIGMA = 10.0
+REQUEST_RATES = (1e-6, 1e6)  # a second; or inf
+BURSTINESS = (1e-3, 1e6)  # or inf; below, a gamma distribution is all 0 and a rare giant
+MAX_LENGTH = 10**7  # tokens; the longest contexts there are
+MAX_REQUESTS = 10**6
+MAX_PROMPT_TOKENS = 10**8  # of all prompts together: about 1 GB, and a minute to draw
+NUM_DRAWN_IDS = 256  # random ids are below it, as bytes are
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,10 @@ def arrival_times(
             is burstier, more is calmer, inf is a constant rate.
 
     Raises:
-        ValueError: a rate or a shape is not above 0.
+        ValueError: a rate or a shape is out of its range.
     """
-    for name, value in (("request_rate", request_rate), ("burstiness", burstiness)):
-        if value != math.inf:
-            check_float(name, value, 0.0, open_low=True)
+    check_rate("request_rate", request_rate, REQUEST_RATES)
+    check_rate("burstiness", burstiness, BURSTINESS)
     now = 0.0
     for _ in range(num_requests):
         yield now
@@ -72,11 +78,27 @@ def arrival_times(
             now += rng.gammavariate(burstiness, 1 / (request_rate * burstiness))
 
 
+def check_rate(name: str, value: float, bounds: tuple[float, float]) -> None:
+    """Raise ValueError unless value is inf or within the bounds."""
+    if value != math.inf and not bounds[0] <= value <= bounds[1]:
+        raise ValueError(f"{name} is {value}; it must be in [{bounds[0]}, {bounds[1]}], or inf")
+
+
 # ------------------------------------------------------------------------------- lengths
 
 
-def parse_lengths(spec: str | int) -> Callable[[random.Random], int]:
-    """Turn a description (see the list above) into a function that draws lengths, at least 1.
+class Lengths(NamedTuple):
+    """Draws lengths when it is called. most: the longest that it may draw."""
+
+    draw: Callable[[random.Random], int]
+    most: int
+
+    def __call__(self, rng: random.Random) -> int:
+        return self.draw(rng)
+
+
+def parse_lengths(spec: str | int) -> Lengths:
+    """Turn a description (see the list above) into what draws lengths, 1 to MAX_LENGTH.
 
     Raises:
         ValueError: an unknown kind, or numbers out of range.
@@ -84,36 +106,39 @@ def parse_lengths(spec: str | int) -> Callable[[random.Random], int]:
     kind, *numbers = str(spec).split(":")
     try:
         if not numbers:
-            length = int(kind)
-            check_int("length", length, 1)
-            return lambda rng: length
-        values = [float(x) for x in numbers]
-        num_wanted = {"uniform": 2, "lognormal": 2, "bimodal": 3}.get(kind, len(values))
-        if len(values) != num_wanted:
-            raise ValueError(f"{kind} takes {num_wanted} numbers, not {len(values)}")
+            length = _length("length", kind)
+            return Lengths(lambda rng: length, length)
+        num_wanted = {"uniform": 2, "lognormal": 2, "bimodal": 3}.get(kind, len(numbers))
+        if len(numbers) != num_wanted:
+            raise ValueError(f"{kind} takes {num_wanted} numbers, not {len(numbers)}")
         if kind == "uniform":
-            low, high = (int(x) for x in values)
-            check_int("low", low, 1)
-            check_int("high", high, low)
-            return lambda rng: rng.randint(low, high)
+            low = _length("low", numbers[0])
+            high = _length("high", numbers[1], low)
+            return Lengths(lambda rng: rng.randint(low, high), high)
         if kind == "lognormal":
-            mean, sigma = values
-            check_float("mean", mean, 1.0)
-            check_float("sigma", sigma, 0.0)
+            mean, sigma = (float(x) for x in numbers)
+            check_float("mean", mean, 1.0, MAX_LENGTH / MOST_OF_THE_MEAN)
+            check_float("sigma", sigma, 0.0, MAX_SIGMA)
             most = math.ceil(MOST_OF_THE_MEAN * mean)
-            return lambda rng: lognormal_length(rng, mean, sigma, 1, most)
+            return Lengths(lambda rng: lognormal_length(rng, mean, sigma, 1, most), most)
         if kind == "bimodal":
-            short, long, probability = int(values[0]), int(values[1]), values[2]
-            check_int("short", short, 1)
-            check_int("long", long, 1)
+            short, long = _length("short", numbers[0]), _length("long", numbers[1])
+            probability = float(numbers[2])
             check_float("probability", probability, 0.0, 1.0)
-            return lambda rng: short if rng.random() < probability else long
-    except (ValueError, OverflowError, IndexError) as error:
+            most = max(short, long)
+            return Lengths(lambda rng: short if rng.random() < probability else long, most)
+    except ValueError as error:
         raise ValueError(f"length {spec!r} cannot be read: {error}") from None
     raise ValueError(
         f"length is {spec!r}; it must be a number, uniform:LOW:HIGH, lognormal:MEAN:SIGMA or "
         "bimodal:SHORT:LONG:PROBABILITY"
     )
+
+
+def _length(name: str, text: str, low: int = 1) -> int:
+    length = int(text)
+    check_int(name, length, low, MAX_LENGTH)
+    return length
 
 
 def lognormal_length(rng: random.Random, mean: float, sigma: float, low: int, high: int) -> int:
@@ -129,7 +154,8 @@ def lognormal_length(rng: random.Random, mean: float, sigma: float, low: int, hi
 # ------------------------------------------------------------------------------- prompts
 
 
-def _random_tokens(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
+def random_tokens(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
+    """Ids below vocab_size, drawn evenly."""
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 
@@ -142,7 +168,7 @@ def random_requests(
     num_prefixes: int = 1,
     request_rate: float = math.inf,
     burstiness: float = 1.0,
-    vocab_size: int = 256,
+    vocab_size: int = NUM_DRAWN_IDS,
     seed: int = 0,
 ) -> Iterator[WorkItem]:
     """Prompts of random tokens behind shared prefixes, in order of arrival.
@@ -160,14 +186,14 @@ def random_requests(
     check_int("num_prefixes", num_prefixes, 1)
     rng = random.Random(seed)
     own_len, out_len = parse_lengths(input_len), parse_lengths(output_len)
-    prefixes = [_random_tokens(rng, vocab_size, prefix_len) for _ in range(num_prefixes)]
+    prefixes = [random_tokens(rng, vocab_size, prefix_len) for _ in range(num_prefixes)]
     # The times have their own random stream: at another rate the requests are the same.
     which = random.Random(seed + 2)
     times = arrival_times(num_prompts, request_rate, burstiness, random.Random(seed + 1))
     for now in times:
         num_own, num_output = own_len(rng), out_len(rng)
         prefix = which.choice(prefixes)
-        yield WorkItem(prefix + _random_tokens(rng, vocab_size, num_own), num_output, now)
+        yield WorkItem(prefix + random_tokens(rng, vocab_size, num_own), num_output, now)
 
 
 def chat_requests(
@@ -179,7 +205,7 @@ def chat_requests(
     think_time: float = 10.0,
     request_rate: float = math.inf,
     burstiness: float = 1.0,
-    vocab_size: int = 256,
+    vocab_size: int = NUM_DRAWN_IDS,
     seed: int = 0,
 ) -> list[WorkItem]:
     """Conversations: each turn's prompt is the conversation so far and new tokens.
@@ -204,51 +230,9 @@ def chat_requests(
     for now in starts:
         said: list[int] = []
         for _ in range(num_turns):
-            said = said + _random_tokens(rng, vocab_size, own_len(rng))
+            said = said + random_tokens(rng, vocab_size, own_len(rng))
             num_output = out_len(rng)
             items.append(WorkItem(said, num_output, now))
-            said = said + _random_tokens(rng, vocab_size, num_output)
+            said = said + random_tokens(rng, vocab_size, num_output)
             now += rng.expovariate(1 / think_time)
-    return sorted(items, key=lambda item: item.arrival_time)
-
-
-def read_trace(
-    file: Path,
-    *,
-    encode: Callable[[str], list[int]] | None = None,
-    vocab_size: int = 256,
-    seed: int = 0,
-) -> list[WorkItem]:
-    """Requests from a file of JSON lines, in order of arrival.
-
-    Args:
-        file: each line {"arrival": seconds, "prompt": a text, a list of ids, or a count of
-            random tokens, "output_tokens": count}.
-        encode: turns text to tokens; without it, text is refused.
-        vocab_size, seed: of random tokens.
-
-    Raises:
-        ValueError: a line is not such an object; the message has its number.
-    """
-    rng = random.Random(seed)
-    items = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            raw = json.loads(line)
-            prompt, arrival = raw["prompt"], raw["arrival"]
-            check_float("arrival", arrival, 0.0)
-            check_int("output_tokens", raw["output_tokens"], 1)
-            if isinstance(prompt, str):
-                if encode is None:
-                    raise ValueError("prompt is text, and the model has no tokenizer")
-                prompt = encode(prompt)
-            elif not isinstance(prompt, list):
-                check_int("prompt", prompt, 1)
-                prompt = _random_tokens(rng, vocab_size, prompt)
-            items.append(WorkItem(prompt, raw["output_tokens"], float(arrival)))
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{file}, line {number}: {what}") from None
     return sorted(items, key=lambda item: item.arrival_time)

@@ -128,11 +128,14 @@ class CacheLayout(NamedTuple):
         Raises:
             ValueError: they do not fit into memory.
         """
-        check_cache_size(name, num_blocks, self.bytes_per_block)
+        check_cache_size(name, num_blocks, self.block_size, self.bytes_per_block)
         size = num_blocks * self.bytes_per_block / GIB
+        what = (
+            f"{name} is {num_blocks}" if num_blocks > 1 else f"block_size is {self.block_size}"
+        )
         with refuse_as(
-            f"{name} is {num_blocks}; {size:.1f} GiB of cache do not fit into memory beside "
-            "the weights: lower it, or leave it None"
+            f"{what}; {size:.1f} GiB of cache do not fit into memory beside the weights: "
+            "lower it"
         ):
             shapes = [(num_blocks, K, self.block_size, D) for K, D in self.layers]
             return [self.kind.allocate(shape, self.dtype, device) for shape in shapes]

@@ -193,6 +193,12 @@ class CostModel:
         """
         usable = self.gpu.memory * self.tensor_parallel_size * utilization
         weights = num_weights(self.model) * ITEMSIZE
+        most = int((usable - weights) // self._token_bytes)  # tokens
+        if 0 < most < self.block_size:
+            raise ValueError(
+                f"block_size is {self.block_size}; it must be <= {most}, the tokens whose keys "
+                "and values the GPU(s) hold beside the weights"
+            )
         if usable < weights + self.block_bytes:
             raise ValueError(
                 f"the model does not fit: its weights are {weights / 1e9:.1f} GB, and a block "

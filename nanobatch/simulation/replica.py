@@ -211,23 +211,19 @@ def _settle(config: EngineConfig, cost_model: CostModel) -> EngineConfig:
     return dataclasses.replace(config, num_blocks=num_blocks)
 
 
-def duration_of(replicas: Sequence[Replica]) -> float:
-    """Seconds from the first arrival to the last token, of all."""
-    done = [m for replica in replicas for m in replica.requests.values()]
-    first = min((m.arrival_time for m in done), default=0.0)
-    last = max((m.finish_time for m in done), default=0.0)
-    return max(last - first, 1e-9)
+def metrics_of(replicas: Sequence[Replica]) -> list[RequestMetrics]:
+    """Times and counts of the requests that have finished, of all."""
+    return [m for replica in replicas for m in replica.requests.values()]
 
 
 def summarize_all(
     replicas: Sequence[Replica], duration: float, goodput: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """metrics.summarize over the requests of all, and the shares of their steps together."""
-    done = [m for replica in replicas for m in replica.requests.values()]
     stats, itl = EngineStats(), InterTokenLatencies()
     for replica in replicas:
         stats.take_in(replica.engine.stats)
         itl.take_in(replica.itl)
-    metrics = summarize(done, duration, itl, goodput) | stats.utilizations()
+    metrics = summarize(metrics_of(replicas), duration, itl, goodput) | stats.utilizations()
     metrics["num_swapped_blocks"] = stats.num_swapped_blocks
     return metrics

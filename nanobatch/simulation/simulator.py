@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanobatch.config import EngineConfig
+from nanobatch.metrics import duration_of
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.policies.admission import Admission
 from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request
 from nanobatch.simulation.cost_model import GPUS, CostModel
-from nanobatch.simulation.replica import Replica, SimulationResult, duration_of, summarize_all
+from nanobatch.simulation.replica import Replica, SimulationResult, metrics_of, summarize_all
 from nanobatch.simulation.router import Router, make_router
 from nanobatch.utils.checks import check_choice, check_int
 
@@ -94,7 +95,7 @@ def simulate(
     options = (policy, admission, output_lens, keep_timeline)
     [replica] = _make_replicas(1, config, model, gpu, tensor_parallel_size, *options)
     serve(requests, [replica], lambda request: 0, progress)
-    return replica.result(duration_of([replica]), goodput)
+    return replica.result(duration_of(replica.requests.values()), goodput)
 
 
 @dataclass
@@ -141,7 +142,7 @@ def simulate_replicas(
     replicas = _make_replicas(num_replicas, config, model, gpu, tensor_parallel_size, *options)
     chooser = make_router(router) if isinstance(router, str) else router
     serve(requests, replicas, lambda request: chooser.choose(request, replicas), progress)
-    duration = duration_of(replicas)
+    duration = duration_of(metrics_of(replicas))
     results = [replica.result(duration, goodput) for replica in replicas]
     for replica, result in zip(replicas, results, strict=True):
         result.metrics |= _shares([replica], duration)
@@ -167,7 +168,7 @@ def _make_replicas(
 
 
 def _shares(replicas: Sequence[Replica], duration: float) -> dict[str, float]:
-    done = [m for replica in replicas for m in replica.requests.values()]
+    done = metrics_of(replicas)
     num_prompt = sum(m.num_prompt_tokens for m in done)
     num_cached = sum(m.num_cached_tokens for m in done)
     busy_seconds = sum(replica.busy_seconds for replica in replicas)

@@ -39,14 +39,19 @@ def blocks_on_gpu(free_bytes: int, bytes_per_block: int) -> int:
     return min(free_bytes // bytes_per_block, MAX_AUTO_BLOCKS)
 
 
-def check_cache_size(name: str, num_blocks: int, bytes_per_block: int) -> None:
-    """Raise ValueError if a cache is larger than any machine's memory.
+def check_cache_size(name: str, num_blocks: int, block_size: int, bytes_per_block: int) -> None:
+    """Raise ValueError if a block, or all of a cache, is larger than any machine's memory.
 
     Args:
         name: the setting that num_blocks comes from, for the message.
     """
-    if num_blocks * bytes_per_block > MAX_CACHE_BYTES:
+    most = MAX_CACHE_BYTES // bytes_per_block
+    if most == 0:
         raise ValueError(
-            f"{name} is {num_blocks}; with {bytes_per_block} bytes a block it must be "
-            f"<= {MAX_CACHE_BYTES // bytes_per_block}"
+            f"block_size is {block_size}; with {bytes_per_block // block_size} bytes a token "
+            f"it must be <= {MAX_CACHE_BYTES * block_size // bytes_per_block}"
+        )
+    if num_blocks > most:
+        raise ValueError(
+            f"{name} is {num_blocks}; with {bytes_per_block} bytes a block it must be <= {most}"
         )

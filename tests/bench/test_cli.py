@@ -1,6 +1,11 @@
-"""bench.py's command line: subcommands, flags that are refused, and what runs without torch."""
+"""bench.py's command line: subcommands, flags that are refused, reports, and what runs without
+torch. (Each flag with each wrong number is in test_flags.py.)"""
 
+import contextlib
 import json
+import math
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import bench
-from nanobatch.bench import cli, host, ladder, simulated
+from nanobatch import RequestMetrics
+from nanobatch.bench import cli, ladder, report, simulated
+from nanobatch.metrics import summarize
 
 BENCH = Path(bench.__file__)
 SIMULATE = "simulate llama-2-7b@h100"
@@ -25,10 +32,9 @@ def refused(argv, capsys):
 @pytest.fixture
 def nothing_measured(monkeypatch):
     """Fails the test if a command begins to measure."""
-    for module in (ladder, simulated, host):
-        monkeypatch.setattr(
-            module, "run_command", lambda *args, **more: pytest.fail("measured")
-        )
+    for name, (module, _) in cli.COMMANDS.items():
+        where = f"nanobatch.bench.{module}.run_command"
+        monkeypatch.setattr(where, lambda args, name=name: pytest.fail(f"{name} measured"))
 
 
 # ---- subcommands -----------------------------------------------------------------------
@@ -109,7 +115,7 @@ def test_help_names_the_subcommands(capsys):
         (f"{SIMULATE} --compare policy --policy sjf", "--policy is sjf; it has no effect"),
         (f"{SIMULATE} --compare admission --admission predict", "--admission is predict; it"),
         (f"{SIMULATE} --compare preemption --preemption swap", "--preemption is swap; it"),
-        ("speculative ngram --draft-model tiny", "draft_model is 'tiny'"),
+        ("speculative ngram --draft-model tiny", "--draft-model is 'tiny'"),
         ("--device cpu --enforce-eager", "--enforce-eager is True; it has no effect on a CPU"),
         ("compare --baseline hf --baseline hf", "--baseline names hf twice"),
         ("compare --baseline hf --baseline-python hf=a --baseline-python hf=b", "hf twice"),
@@ -136,21 +142,24 @@ def test_help_names_the_subcommands(capsys):
         ("--request-rate 2 --burstiness -1", "--burstiness is -1.0"),
         ("--goodput ttft:inf", "--goodput is ttft:inf"),
         ("--goodput ttft:nan", "--goodput is ttft:nan"),
-        ("--policy sjf --max-wait nan", "max_wait is nan"),
-        ("--policy sjf --max-wait inf", "max_wait is inf"),
+        ("--policy sjf --max-wait nan", "--max-wait is nan"),
+        ("--policy sjf --max-wait inf", "--max-wait is inf"),
         ("--input-len lognormal:inf:1", "--input-len: length 'lognormal:inf:1'"),
-        ("--num-prompts 99999999999", "--num-prompts is 99999999999; it must be <="),
-        ("speculative --max-tokens 0", "--max-tokens is 0; it must be >= 1"),
+        (
+            "--num-prompts 99999999999",
+            "--num-prompts is 99999999999; it must be in [1, 1000000]",
+        ),
+        ("speculative --max-tokens 0", "--max-tokens is 0; it must be in [1, "),
         ("speculative --max-tokens 1", "--max-tokens is 1; it must be >= 2"),
         ("compare --baseline hf --baseline-python hf=/no/x", "there is no such program"),
         ("speculative --num-speculative-tokens 0", "--num-speculative-tokens is 0"),
-        ("speculative --num-speculative-tokens 999", "num_speculative_tokens is 999"),
+        ("speculative --num-speculative-tokens 999", "--num-speculative-tokens is 999"),
         # what contradicts each other, or is not there
-        ("--max-num-batched-tokens 8 --max-num-seqs 9", "max_num_batched_tokens is 8"),
-        ("--preemption swap", "num_host_blocks is 0"),
+        ("--max-num-batched-tokens 8 --max-num-seqs 9", "--max-num-batched-tokens is 8"),
+        ("--preemption swap", "--num-host-blocks is 0"),
         ("simulate llama-9@h100", "model is 'llama-9'"),
         ("simulate llama-2-7b@h9", "gpu is 'h9'"),
-        (f"{SIMULATE} --tensor-parallel-size 5", "tensor_parallel_size is 5"),
+        (f"{SIMULATE} --tensor-parallel-size 5", "--tensor-parallel-size is 5"),
         ("--trace /no/such/file", "--trace is /no/such/file; there is no such file"),
     ],
 )
@@ -202,47 +211,182 @@ def test_requests_ask_for_their_whole_output():
 # ---- reports ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["ladder", SIMULATE, "host"])
+HAVE_PLOT = ("ladder", "simulate")
+NEEDED = {"simulate": [SIMULATE.split()[1]], "compare": ["--baseline", "hf"], "check": ["1"]}
+REPORTS = [(name, "--save-json") for name in cli.COMMANDS]
+REPORTS += [(name, "--plot") for name in HAVE_PLOT]
+
+
+def no_place(tmp_path, why):
+    """A file's name, without its suffix, where no report can be written."""
+    if why == "directory":
+        (tmp_path / "folder.png").mkdir()
+        return "folder"
+    if why == "FIFO":
+        os.mkfifo(tmp_path / "fifo.png")
+        return "fifo"
+    return {"no directory": "no/x", "no right": "/proc/x", "too long": "x" * 300}.get(why, "x")
+
+
+@contextlib.contextmanager
+def full_disk(room=0):
+    """No file of this process grows beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("command, flag", REPORTS)
 @pytest.mark.parametrize(
-    "file, why",
+    "why, message",
     [
-        (".", "it cannot be written: Is a directory"),
-        ("no/such/x.json", "there is no such directory"),
-        ("/proc/x.json", "it cannot be written"),
+        ("directory", "it must be a regular file"),
+        ("FIFO", "it must be a regular file"),
+        ("no directory", "there is no such directory"),
+        ("no right", "it cannot be written"),
+        ("too long", "it cannot be written: File name too long"),
+        ("full disk", "it cannot be written: File too large"),
     ],
 )
 def test_a_report_that_cannot_be_written(
-    command, file, why, tmp_path, monkeypatch, capsys, nothing_measured
+    command, flag, why, message, tmp_path, monkeypatch, capsys, nothing_measured
 ):
     monkeypatch.chdir(tmp_path)
-    assert f"--save-json is {file}; {why}" in refused(f"{command} --save-json {file}", capsys)
-    if command != "host":
-        (tmp_path / "folder.png").mkdir()
-        assert "--plot is folder.png; it cannot" in refused(
-            f"{command} --plot folder.png", capsys
-        )
-        assert "no such directory" in refused(f"{command} --plot no/x.png", capsys)
-        (tmp_path / "y_timeline.png").mkdir()
-    if command == "ladder":
-        assert "--plot is y_timeline.png; it" in refused(f"{command} --plot y.png", capsys)
+    file = no_place(tmp_path, why) + ".png"  # JSON may be in a file of any name
+    has_fifo = why == "FIFO"
+    reader = os.open(file, os.O_RDWR) if has_fifo else None  # so that no write waits for one
+    with full_disk() if why == "full disk" else contextlib.nullcontext():
+        said = refused([command, *NEEDED.get(command, []), flag, file], capsys)
+    if has_fifo:
+        os.close(reader)
+    assert f"{flag} is {file}; {message}" in said
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_the_second_figure_is_looked_at_too(tmp_path, monkeypatch, capsys, nothing_measured):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "y_timeline.png").mkdir()
+    said = refused("--plot y.png", capsys)
+    assert "--plot's second figure is y_timeline.png; it must be a regular file" in said
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--save-json t.png --trace t.png", "--plot t.png --trace t.png",
+        "--plot x.png --save-json x.png", "--plot x.png --save-json ./x_timeline.png",
+        "--plot link.png --save-json x.png", f"{SIMULATE} --plot x.png --save-json x.png",
+        f"{SIMULATE} --save-json link.png --plot x.png",
+    ],
+)  # fmt: skip
+def test_one_report_does_not_replace_another(
+    argv, tmp_path, monkeypatch, capsys, nothing_measured
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.png").write_text("a trace")
+    (tmp_path / "link.png").symlink_to("x.png")
+    assert "is the same file" in refused(argv, capsys)
+    assert (tmp_path / "t.png").read_text() == "a trace" and not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("what", ["directory", "fifo"])
+def test_a_trace_that_is_no_file(what, tmp_path, capsys, nothing_measured):
+    file = tmp_path / "t"
+    file.mkdir() if what == "directory" else os.mkfifo(file)
+    for command in ("ladder", SIMULATE):
+        said = refused(f"{command} --trace {file}", capsys)
+        assert f"--trace is {file}; it must be a regular file" in said
 
 
 def test_a_look_whether_it_can_be_written_changes_nothing(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old, new, link = (tmp_path / name for name in ("old.json", "new.json", "link.json"))
     old.write_text("before")
-    for file in (old, new):
+    link.symlink_to(tmp_path / "target.json")
+    for file in (old, new, link):
         cli.parse_args(["host", "--save-json", str(file)])
-    assert old.read_text() == "before" and not new.exists()
+    assert old.read_text() == "before" and link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link.json", "old.json"]
+
+
+@pytest.fixture
+def measures_nothing(monkeypatch):
+    """Each command that draws has its figures without measuring."""
+    figures = summarize([RequestMetrics(0.0, 0.0, 1.0, 2.0, num_output_tokens=2)], 2.0)
+    requests = [vars(RequestMetrics(0.0, 0.0, 1.0, 2.0))]
+    found = {
+        "systems": {"static": figures | {"slot_utilization": 1.0}},
+        "requests": {"static": requests, "continuous": requests},
+    }
+    for module in (ladder, simulated):
+        monkeypatch.setattr(module, "run_command", lambda args: dict(found))
+
+
+class Drawn:
+    """In place of nanobatch.viz and of its figures: each is a file of 100,000 bytes."""
+
+    def __getattr__(self, name):
+        return lambda *args, **more: self
+
+    def savefig(self, file, dpi):
+        file.write_bytes(bytes(100_000))
+
+
+def no_font():
+    raise OSError("no font")
+
+
+@pytest.mark.parametrize("command", ["ladder", SIMULATE])
+@pytest.mark.parametrize("why", ["no font", "File too large"])
+def test_the_json_is_there_though_the_figure_failed(
+    command, why, tmp_path, monkeypatch, measures_nothing
+):
+    file, plot = tmp_path / "b.json", tmp_path / "b.png"
+    plot.write_text("an old figure")
+    argv = [*command.split(), "--save-json", str(file), "--plot", str(plot)]
+    if why == "no font":
+        monkeypatch.setattr(Drawn, "savefig", lambda self, file, dpi: no_font())
+    with full_disk(8192), pytest.raises(OSError, match=why):  # room for the JSON
+        cli.main(argv, Drawn)
+    assert json.loads(file.read_text())["systems"]["static"]["completed"] == 1
+    assert plot.read_text() == "an old figure"
+    assert sorted(os.listdir(tmp_path)) == ["b.json", "b.png"], "nothing is left over"
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path):
+    file, link = tmp_path / "b.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    report.save({"a": 1}, str(file))
+    file.chmod(0o640)
+    with full_disk(10), pytest.raises(OSError, match="File too large"):
+        report.save({"a": "long" * 1000}, str(file))
+    assert json.loads(file.read_text()) == {"a": 1}
+    report.save({"a": 2}, str(link))
+    assert link.is_symlink() and json.loads(file.read_text()) == {"a": 2}
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_numbers_that_json_lacks(tmp_path):
+    file = tmp_path / "b.json"
+    inf, nan = math.inf, math.nan
+    report.save(
+        {"a": [1.5, inf, (nan, True)], "b": {"c": -inf, "d": None, "e": "x"}}, str(file)
+    )
+    found = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert found == {"a": [1.5, "inf", [None, True]], "b": {"c": "-inf", "d": None, "e": "x"}}
 
 
 def test_json_has_no_infinity(tmp_path):
     file = tmp_path / "s.json"
     flags = ["--num-prompts", "4", "--request-rate", "inf,5", "--burstiness", "inf"]
     bench.main([*SIMULATE.split(), "--compare", "none", *flags, "--save-json", str(file)])
-    report = json.loads(file.read_text())
-    assert report["args"]["request_rate"] == ["inf", 5.0]
-    assert report["args"]["burstiness"] == "inf"
-    assert [s["request_rate"] for s in report["systems"].values()] == ["inf", 5.0]
+    found = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert found["args"]["request_rate"] == ["inf", 5.0]
+    assert found["args"]["burstiness"] == "inf"
+    assert [s["request_rate"] for s in found["systems"].values()] == ["inf", 5.0]
 
 
 # ---- without torch ---------------------------------------------------------------------

@@ -78,6 +78,11 @@ def test_faults_are_found_and_named(model, monkeypatch, fault):
     assert "prompt [" in faults[0] and "EngineConfig(" in faults[0]
 
 
+def test_a_check_without_time_still_tries_something(model):
+    """Nothing tried would also be "no differences"."""
+    assert Fuzz(model, seed=0).run(1e-300).trials == 1
+
+
 def test_bench_check_says_what_it_tried(tmp_path, capsys, monkeypatch):
     file = tmp_path / "c.json"
     report = bench.main(["check", "1", "--save-json", str(file)])

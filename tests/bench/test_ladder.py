@@ -226,7 +226,7 @@ def test_bench_names_a_bad_flag():
         text=True,
     )
     assert done.returncode == 2
-    assert "--num-prompts is 0; it must be >= 1" in done.stderr
+    assert "--num-prompts is 0; it must be in [1, 1000000]" in done.stderr
 
 
 def test_summary_counts_by_hand():

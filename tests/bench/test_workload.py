@@ -1,6 +1,6 @@
-"""Workloads and what is computed from them: arrivals, lengths, traces; percentiles, goodput."""
+"""Workloads, and what is computed from them: arrivals, lengths, percentiles, goodput."""
 
-import json
+import itertools
 import math
 import random
 import statistics
@@ -8,14 +8,20 @@ import statistics
 import pytest
 
 from nanobatch import EngineConfig, Request, RequestMetrics
+from nanobatch.bench.passes import Run
 from nanobatch.bench.workload import (
     arrival_times,
     chat_requests,
     parse_lengths,
     random_requests,
-    read_trace,
 )
-from nanobatch.metrics import EngineStats, InterTokenLatencies, percentile, summarize
+from nanobatch.metrics import (
+    EngineStats,
+    InterTokenLatencies,
+    duration_of,
+    percentile,
+    summarize,
+)
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 
 
@@ -34,10 +40,17 @@ def test_gamma_arrivals_have_the_rate_and_the_spread(burstiness, spread):
     assert statistics.stdev(between) / mean == pytest.approx(spread, rel=0.05)
 
 
+@pytest.mark.parametrize("rate", [1e-6, 1e6])
+@pytest.mark.parametrize("burstiness", [1e-3, 1e6])
+def test_times_are_finite_at_the_ends_of_the_ranges(rate, burstiness):
+    assert all(0 <= gap < math.inf for gap in gaps(rate, burstiness, 1000))
+
+
 def test_constant_and_all_at_once():
     assert gaps(4.0, math.inf, 5) == [0.25] * 4
     assert gaps(math.inf, 1.0, 5) == [0.0] * 4
-    for rate, burstiness in ((0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0)):
+    refused = [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1e-300, 1.0), (1e20, 1.0)]
+    for rate, burstiness in [*refused, (1.0, 0.0), (1.0, 1e-320), (1.0, math.nan)]:
         with pytest.raises(ValueError, match="request_rate|burstiness"):
             list(arrival_times(3, rate, burstiness, random.Random(0)))
 
@@ -61,7 +74,9 @@ def test_lengths():
     "spec",
     ["0", "-3", "x", "", "uniform:5:3", "uniform:0:3", "uniform:5", "lognormal:100",
      "lognormal:0:1", "lognormal:5:-1", "lognormal:nan:1", "bimodal:1:2", "bimodal:1:2:1.5",
-     "zipf:1:2", "uniform:1:inf"],
+     "zipf:1:2", "uniform:1:inf", "1.5", "uniform:1.5:3", "bimodal:1:2.5:0.5", "10000001",
+     "999999999", "uniform:1:999999999", "bimodal:999999999:1:0.5", "lognormal:999999999:1",
+     "lognormal:9:11", "lognormal:9:1e200", "lognormal:1e999:1", "9" * 5000],
 )  # fmt: skip
 def test_lengths_that_are_none_are_refused(spec):
     with pytest.raises(ValueError, match="length"):
@@ -94,36 +109,6 @@ def test_conversations_grow_turn_by_turn():
     assert continued == 9, "each turn but the last of each is continued once"
 
 
-def test_a_trace_file(tmp_path):
-    file = tmp_path / "trace.jsonl"
-    lines = [
-        {"arrival": 2.5, "prompt": 4, "output_tokens": 3},
-        {"arrival": 0, "prompt": [1, 2, 3], "output_tokens": 1},
-        {"arrival": 1.0, "prompt": "ab", "output_tokens": 2},
-    ]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    items = read_trace(file, encode=lambda text: list(text.encode()), vocab_size=50)
-    assert [i.arrival_time for i in items] == [0.0, 1.0, 2.5]
-    assert items[0].prompt_token_ids == [1, 2, 3] and items[1].prompt_token_ids == [97, 98]
-    assert len(items[2].prompt_token_ids) == 4 and max(items[2].prompt_token_ids) < 50
-    with pytest.raises(ValueError, match="line 3: prompt is text"):
-        read_trace(file)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["not json", "[1]", '{"arrival": 1}', '{"arrival": -1, "prompt": 3, "output_tokens": 1}',
-     '{"arrival": 1, "prompt": 0, "output_tokens": 1}',
-     '{"arrival": 1, "prompt": 3, "output_tokens": 0}',
-     '{"arrival": "x", "prompt": 3, "output_tokens": 1}'],
-)  # fmt: skip
-def test_a_line_that_is_wrong_is_named(line, tmp_path):
-    file = tmp_path / "trace.jsonl"
-    file.write_text('{"arrival": 0, "prompt": 3, "output_tokens": 1}\n' + line)
-    with pytest.raises(ValueError, match="trace.jsonl, line 2: "):
-        read_trace(file)
-
-
 # ---- metrics ---------------------------------------------------------------------------
 
 
@@ -152,6 +137,37 @@ def test_inter_token_latencies_against_a_list():
     assert itl.mean == pytest.approx(statistics.mean(values))
     for p in (10, 50, 90, 99):
         assert itl.percentile(p) == pytest.approx(percentile(values, p), rel=0.02)
+
+
+def test_goodput_counts_those_that_meet_all_limits():
+    """Each request misses other limits; the oracle is the list of those that it meets."""
+    spans = {  # seconds: first token, time per output token (of 3), end to end
+        "none": (9.0, 9.0), "ttft": (0.5, 9.0), "tpot": (9.0, 0.25), "ttft tpot": (1.0, 2.0),
+        "ttft tpot e2el": (0.5, 0.25),
+    }  # fmt: skip
+    limits = {"ttft": 1000, "tpot": 2000, "e2el": 3000}
+    metrics = []
+    for first, each in spans.values():
+        m = RequestMetrics(10.0, 10.0, 10.0 + first, 10.0 + first + 2 * each)
+        m.num_output_tokens = 3
+        metrics.append(m)
+    for n in (1, 2, 3):
+        for names in itertools.combinations(limits, n):
+            num_good = sum(set(names) <= set(met.split()) for met in spans)
+            found = summarize(metrics, 1.0, goodput={name: limits[name] for name in names})
+            assert found["request_goodput"] == num_good, names
+
+
+def test_a_duration_runs_from_the_first_arrival():
+    """Of a pass here; of a simulation in test_trace.py."""
+    late = [  # from 4 s to 6.5 s, given in the order of their ends
+        RequestMetrics(4.5, 4.5, 5.0, 6.0, num_output_tokens=2),
+        RequestMetrics(4.0, 5.0, 5.5, 6.5, num_output_tokens=3),
+    ]
+    assert duration_of(late) == 2.5
+    summary = Run([[1, 2], [1, 2, 3]], late, 1.0, []).summary(None)
+    assert (summary["duration"], summary["output_throughput"]) == (2.5, 2.0)
+    assert 0 < duration_of([]) < 1e-6 and 0 < duration_of([RequestMetrics(3, 3, 3, 3)]) < 1e-6
 
 
 def test_goodput_and_queue_by_hand():

@@ -21,6 +21,7 @@ from nanobatch.extensions.quantized_cache import (
     quantize,
     resolve_cache_dtype,
 )
+from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.ops import REFERENCE, AttentionArgs, apply_rope
 from nanobatch.llm import build_runner
 from nanobatch.models.config import bytes_per_block
@@ -141,11 +142,36 @@ def test_a_pool_holds_nearly_twice_the_tokens():
     assert narrow.seconds(1, 10_000, 10_000, 1) < wide.seconds(1, 10_000, 10_000, 1)
 
 
-def test_a_pool_that_does_not_fit_is_refused_by_name():
-    huge = {"max_model_len": 64, "block_size": 10**9, "num_blocks": 1}
+@pytest.mark.parametrize(
+    "huge, message",
+    [
+        ({"block_size": 10**12}, "block_size is 1000000000000; with .* a token it must be <= "),
+        ({"block_size": 10**12, "num_blocks": 1}, "block_size is 1000000000000; with .* <= "),
+        ({"num_blocks": 10**12}, "num_blocks is 1000000000000; with .* a block it must be <= "),
+        (
+            {"preemption": "swap", "num_host_blocks": 10**12},
+            "num_host_blocks is 1000000000000; .* it must be <= ",
+        ),
+    ],
+)
+def test_a_pool_that_does_not_fit_is_refused_by_name(huge, message):
+    """And the range that is told is one: its end is above 0."""
     for name in ("auto", "int8"):
-        with pytest.raises(ValueError, match="num_blocks is 1; .*(beside|it must be)"):
-            LLM("tiny", dtype="float32", kv_cache_dtype=name, **huge)
+        with pytest.raises(ValueError, match=message) as refused:
+            LLM("tiny", dtype="float32", kv_cache_dtype=name, max_model_len=64, **huge)
+        assert int(str(refused.value).rsplit("<= ", 1)[1]) > 0
+
+
+def test_one_block_that_memory_has_no_room_for(monkeypatch):
+    """It is the block that is too large: one is the least there may be."""
+
+    def full(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(KVCache, "allocate", full)
+    for num_blocks, what in ((1, "block_size is 64"), (2, "num_blocks is 2")):
+        with pytest.raises(ValueError, match=f"{what}; .* do not fit into memory"):
+            LLM("tiny", dtype="float32", block_size=64, num_blocks=num_blocks)
 
 
 def test_num_blocks_from_memory(monkeypatch):

@@ -145,6 +145,10 @@ def test_memory_by_hand_and_a_model_that_does_not_fit():
     model = model_of()
     weights = 2 * 6_738_149_376  # bytes
     assert model.num_blocks(0.9) == int((72e9 - weights) // 8_388_608)
+    most = int((72e9 - weights) // (8_388_608 // 16))  # tokens
+    assert model_of(block_size=most).num_blocks(0.9) == 1
+    with pytest.raises(ValueError, match=f"block_size is {most + 1}; it must be <= {most}"):
+        model_of(block_size=most + 1).num_blocks(0.9)
     with pytest.raises(ValueError, match=r"does not fit.*138\.0 GB.*1 GPU.*80 GB have 72\.0"):
         simulate([], model="llama-2-70b")
     assert simulate([], model="llama-2-70b", tensor_parallel_size=4).timeline == []
