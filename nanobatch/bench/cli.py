@@ -61,7 +61,7 @@ def main(
     if figures is not None and args.plot is not None:  # None: another rank draws
         for file, figure in module.draw(result, args, figures):
             report.save_figure(figure, file)
-    return result
+    return report.finite(result)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanobatch.bench import flags, report
+from nanobatch.bench import flags, report, workload_flags
 from nanobatch.bench.hardware import GpuUtilization, Hardware, describe_rates, measure_hardware
 from nanobatch.bench.passes import Run, run_engine, run_static
 from nanobatch.bench.rungs import make_rungs
@@ -148,7 +148,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def check_arguments(args: Namespace) -> None:
     """Raise ValueError for what cannot be or would be ignored."""
-    flags.check_workload(args)
+    workload_flags.check_workload(args)
     if len(args.request_rate) > 1:
         raise ValueError("--request-rate takes several rates only with bench.py simulate")
     flags.check_engine(args)
@@ -178,7 +178,7 @@ def _run(args: Namespace, ranks: Ranks | None) -> dict:
     if args.threads or is_small:
         torch.set_num_threads(args.threads or 1)
     encode = None if loaded.tokenizer is None else loaded.tokenizer.encode
-    items = flags.make_items(
+    items = workload_flags.make_items(
         args,
         rate,
         vocab_size=model.vocab_size,
@@ -187,12 +187,12 @@ def _run(args: Namespace, ranks: Ranks | None) -> dict:
         encode=encode,
     )
     info = report.describe_hardware(device)
-    what = flags.describe_items(items, rate)
+    what = workload_flags.describe_items(items, rate)
     report.print_heading(f"{args.model}, {args.dtype}: {what}, {args.max_num_seqs} slots", info)
     hardware = measure_hardware(device, dtype) if device.type == "cuda" else None
     if hardware is not None:
         print(describe_rates(hardware))
-    rungs = make_ladder(model, flags.longest_of(items), config, ranks)
+    rungs = make_ladder(model, workload_flags.longest_of(items), config, ranks)
     for rung in rungs.values():  # warm up
         few = items[: args.max_num_seqs]
         rung([replace(item, num_output_tokens=2, arrival_time=0.0) for item in few])

@@ -27,7 +27,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nanobatch.bench import flags, report
+from nanobatch.bench import flags, report, workload_flags
 from nanobatch.bench.rungs import make_rungs
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
@@ -213,7 +213,7 @@ def check_arguments(args: Namespace) -> None:
         flags.refuse(args, ("num_replicas", "router"), f"{where}; it must be router")
     if args.compare in ("admission", "policy", "preemption"):
         flags.refuse(args, (args.compare,), f"{where}, which has them all")
-    flags.check_workload(args)
+    workload_flags.check_workload(args)
     if len(set(args.request_rate)) < len(args.request_rate):
         raise ValueError("--request-rate has a rate twice")
     flags.check_engine(args)
@@ -257,7 +257,7 @@ def _simulate_rate(args: Namespace, rate: float | None) -> dict[str, dict[str, f
     model, gpu = args.simulate.split("@")
     config, shape = flags.engine_config(args), MODEL_PRESETS[model]
     sizes = {"vocab_size": shape.vocab_size, "max_model_len": shape.max_position_embeddings}
-    items = flags.make_items(args, rate, **sizes)
+    items = workload_flags.make_items(args, rate, **sizes)
     _check_pool(args, items, config)
     longest_output = max(item.num_output_tokens for item in items)
     if args.max_tokens is not None and args.max_tokens < longest_output:
@@ -268,7 +268,7 @@ def _simulate_rate(args: Namespace, rate: float | None) -> dict[str, dict[str, f
     where = f"{model} on {gpu}"
     if args.compare == "router":
         where = f"{args.num_replicas} times {where}"
-    print(f"{where}, simulated: {flags.describe_items(items, rate)}")
+    print(f"{where}, simulated: {workload_flags.describe_items(items, rate)}")
     simulate_one = functools.partial(
         run,
         items=items,
@@ -280,7 +280,7 @@ def _simulate_rate(args: Namespace, rate: float | None) -> dict[str, dict[str, f
         goodput=args.goodput,
         progress=len(items) > PROGRESS_FROM,
     )
-    compared = COMPARISONS[args.compare](config, flags.longest_of(items))
+    compared = COMPARISONS[args.compare](config, workload_flags.longest_of(items))
     results = {name: simulate_one(system) for name, system in compared.items()}
     systems = {name: r.metrics | {"request_rate": rate} for name, r in results.items()}
     report.print_systems(systems, is_simulated=True)
@@ -294,7 +294,7 @@ def _check_pool(args: Namespace, items: Sequence[WorkItem], config: EngineConfig
     with flags.named_as_flags(args):
         of_gpu = _cost_model(args).num_blocks(config.gpu_memory_utilization)
     num_blocks = config.num_blocks or of_gpu
-    num_slots, longest = num_blocks * config.block_size, flags.longest_of(items)
+    num_slots, longest = num_blocks * config.block_size, workload_flags.longest_of(items)
     if longest > num_slots:
         raise ValueError(
             f"--num-blocks is {num_blocks}: the pool has {num_slots} slots, and the longest "
