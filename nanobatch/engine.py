@@ -31,7 +31,7 @@ from nanobatch.metrics import EngineStats
 from nanobatch.plan import Runner, SchedulerOutput, StepResult
 from nanobatch.policies.admission import Admission
 from nanobatch.policies.ordering import Policy
-from nanobatch.request import Request, RequestOutput, SamplingParams
+from nanobatch.request import Request, RequestOutput, SamplingParams, check_request_id
 from nanobatch.scheduler import Scheduler
 from nanobatch.utils.clock import WallClock
 
@@ -181,6 +181,7 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request, or all of a group, at any time; False if none of that id is live."""
+        check_request_id(request_id)
         ids = self._groups.get(request_id, [request_id])
         requests = [r for r in map(self.scheduler.get, ids) if r is not None]
         for request in requests:

@@ -282,9 +282,14 @@ class Request:
         )
 
 
-def _check_request(request_id, prompt_token_ids, params, arrival_time, priority, cache_salt):
+def check_request_id(request_id: object) -> None:
+    """Raise ValueError unless request_id is a string, and not empty."""
     if not isinstance(request_id, str) or not request_id:
         raise ValueError(f"request_id is {request_id!r}; it must be a non-empty string")
+
+
+def _check_request(request_id, prompt_token_ids, params, arrival_time, priority, cache_salt):
+    check_request_id(request_id)
     check_token_ids("prompt_token_ids", prompt_token_ids)
     if len(prompt_token_ids) == 0:
         raise ValueError(f"the prompt of request {request_id!r} is empty; it needs >= 1 token")

@@ -51,7 +51,7 @@ from nanobatch.policies.ordering import Policy, arrival, in_order, make_policy
 from nanobatch.policies.preemption import Preemption, Recompute
 from nanobatch.policies.prefix_hits import PrefixHits
 from nanobatch.policies.static_batch import make_batching
-from nanobatch.request import Request, RequestStatus
+from nanobatch.request import Request, RequestStatus, check_request_id
 from nanobatch.utils.arithmetic import cdiv
 
 RUNNING = RequestStatus.RUNNING
@@ -124,11 +124,11 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """End a live request, at any time; False if none has this id."""
+        check_request_id(request_id)
         request = self._live.get(request_id)
-        if request is None:
-            return False
-        self.finish(request, "abort")
-        return True
+        if request is not None:
+            self.finish(request, "abort")
+        return request is not None
 
     def finish(self, request: Request, reason: str, now: float | None = None) -> None:
         """End a live request for a reason: take it off its queue and free its blocks."""

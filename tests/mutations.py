@@ -97,6 +97,7 @@ MUTATIONS = {
     "hits-of-another-salt": Mutation("simulation/replica.py", "allocator.match_prefix(request.token_ids, request.cache_salt)", "allocator.match_prefix(request.token_ids)", "tests/simulation/test_replicas.py"),
     "hot-prefix-drowns-one": Mutation("simulation/router.py", "        if not self.are_far_apart([replica.num_unfinished for replica in replicas]):\n", "        if True:\n", "tests/simulation/test_replicas.py"),
     "least-loaded-by-history": Mutation("simulation/router.py", "return replica.num_unfinished, replica.num_given", "return replica.num_given, replica.num_unfinished", "tests/simulation/test_replicas.py"),
+    "abort-takes-any-id": Mutation("engine.py", "        check_request_id(request_id)\n", "", "tests/test_engine.py"),
     # ---- measuring
     "goodput-by-any-limit": Mutation("metrics.py", "return all(spans[name] is None or", "return any(spans[name] is None or", "tests/bench/test_workload.py"),
     "idle-start-counts": Mutation("metrics.py", "return max(last - first, 1e-9)", "return max(last, 1e-9)", "tests/bench/test_workload.py"),

@@ -891,6 +891,17 @@ def test_abort_of_the_finished_and_of_the_unknown():
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("no_id", [[], {}, ["a"], {"a"}, None, 0, 1.0, b"a", True, ("a",), ""])
+def test_abort_of_what_is_no_id(no_id):
+    engine = scripted()
+    engine.add_request("x", SamplingParams(max_tokens=1), request_id="a")
+    for abort in (engine.abort, engine.scheduler.abort):
+        with pytest.raises(ValueError, match="request_id is .*; it must be a non-empty string"):
+            abort(no_id)
+    [out] = engine.step()
+    assert (out.request_id, out.finish_reason) == ("a", "length")
+
+
 @pytest.mark.parametrize("reuse", [False, True])
 def test_abort_while_the_step_is_computed(reuse):
     """From a signal handler, say. What the model made of it is dropped."""
