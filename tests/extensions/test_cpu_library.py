@@ -8,7 +8,6 @@ whose a library is: 42 is ours.
 
 import ctypes
 import hashlib
-import multiprocessing
 import os
 import platform
 import shutil
@@ -19,6 +18,7 @@ import tempfile
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -307,13 +307,12 @@ def test_an_interrupt_ends_the_compiler(machine):
     def interrupt():
         while not pid_file.exists():
             time.sleep(0.01)
+        time.sleep(0.1)  # by then it is waited for
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         machine.load()
-    thread.join()
     assert has_ended(pid_file) and not machine.left_over()
 
 
@@ -471,17 +470,12 @@ def test_folders_of_a_killed_process_are_removed_when_they_are_old(machine):
     assert machine.left_over() == [new]
 
 
-def test_processes_that_compile_at_once_all_have_it(machine):
+def test_all_who_compile_at_once_have_it(machine):
     machine.compiler(f"[ $IS_QUERY ] || sleep 0.1; {machine.copying}")
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=lambda: sys.exit(machine.answer())) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [42] * 4
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: machine.answer(), range(4)))
     num_compiled = machine.num_compiled
-    assert 1 < num_compiled <= 4 and not machine.left_over()
+    assert answers == [42] * 4 and 1 < num_compiled <= 4 and not machine.left_over()
     assert machine.answer() == 42 and machine.num_compiled == num_compiled
 
 
