@@ -78,7 +78,7 @@ class LLM:
         if config.speculative == "draft":
             draft = load_model(config.draft_model, config).model
         runner = build_runner(loaded.model, config, draft, ranks)
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer, self._sampling = loaded.tokenizer, loaded.sampling
         self.engine = LLMEngine(
             runner.config, runner, tokenizer=self.tokenizer, clock=runner.clock
         )
@@ -90,17 +90,33 @@ class LLM:
         dtype = str(runner.dtype).removeprefix("torch.")
         return f"LLM({self.name!r}, dtype={dtype!r}, device={runner.device.type!r})"
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling settings that came with the model (models/sampling_defaults.py), which
+        params="model" stands for. SamplingParams() if it has none.
+
+        Raises:
+            ValueError: one is malformed or not supported; the message names the file and key.
+        """
+        return self._sampling.params()
+
+    def _params(self, params: SamplingParams | str | None) -> SamplingParams | None:
+        if isinstance(params, str) and params != "model":
+            raise ValueError(f"params is {params!r}; it must be SamplingParams or 'model'")
+        return self.default_params if isinstance(params, str) else params
+
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | str | Sequence[SamplingParams | str] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Finish one or many prompts (text or token ids) and return their last outputs.
 
         Args:
             prompts: one prompt or a list of them.
-            params: for all, or one for each prompt.
+            params: for all, or one for each prompt. None is SamplingParams(), whatever came
+                with the model; "model" is default_params.
             progress: show a progress bar.
 
         Returns:
@@ -113,7 +129,7 @@ class LLM:
             raise ValueError(f"prompts is {prompts!r}; it must be text, a list of ids, or many")
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         prompts = [prompts] if is_one else list(prompts)
-        if params is None or isinstance(params, SamplingParams):
+        if params is None or isinstance(params, (SamplingParams, str)):
             params = [params] * len(prompts)
         if not isinstance(params, (list, tuple)):
             raise ValueError(
@@ -121,6 +137,7 @@ class LLM:
             )
         if len(params) != len(prompts):
             raise ValueError(f"params has {len(params)} entries for {len(prompts)} prompts")
+        params = [self._params(p) for p in params]
         families = [self.engine.prepare(p, q) for p, q in zip(prompts, params, strict=True)]
         requests = [request for family in families for request in family]
         last: dict[str, RequestOutput] = {}
@@ -141,25 +158,27 @@ class LLM:
         return [last[request.request_id] for request in requests]
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self, prompt: str | Sequence[int], params: SamplingParams | str | None = None
     ) -> Iterator[RequestOutput]:
         """Yield an output for each new token (with drafts, several); `delta` is the new text.
+        params are as in generate().
 
         The prompt is checked now and queued when the first output is asked for. Closing the
         stream early aborts its request.
         """
-        return self._stream(self.engine.prepare(prompt, params))
+        return self._stream(self.engine.prepare(prompt, self._params(params)))
 
     def chat(
         self,
         messages: Sequence[dict],
-        params: SamplingParams | None = None,
+        params: SamplingParams | str | None = None,
         progress: bool = False,
     ) -> RequestOutput:
         """Answer a conversation, through the checkpoint's own chat template.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
+            params: as in generate().
 
         Raises:
             ValueError: messages is not such a list; or the model has no chat template, or one

@@ -168,6 +168,8 @@ MUTATIONS = {
     "working-directory-is-run": Mutation("models/chat_template.py", "*filter(None, sys.path)", "*sys.path", "tests/models/test_remote_code.py"),
     "template-text-without-end": Mutation("models/chat_sandbox.py", "if num_chars > max_chars:", "if False:", "tests/models/test_chat_template.py"),
     "template-blocks-leave-lines": Mutation("models/chat_sandbox.py", "trim_blocks=True", "trim_blocks=False", "tests/models/test_chat_template.py"),
+    "greedy-settings-sample": Mutation("models/sampling_defaults.py", "if do_sample is False else {}", "if False else {}", "tests/models/test_sampling_defaults.py"),
+    "settings-ignored": Mutation("models/sampling_defaults.py", 'if value not in (None, off, [], {}, ""):', "if False:", "tests/models/test_sampling_defaults.py"),
     "stop-within-a-special-token": Mutation("detokenizer.py", "if token in text), None)", "if token == text), None)", "tests/test_engine.py"),
     "template-names-with-underscores": Mutation("models/chat_sandbox.py", 'if str(name).startswith("_"):', "if False:", "tests/models/test_chat_template.py"),
     # ---- several ranks

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.hf_config import model_config
+from nanobatch.models.sampling_defaults import SamplingDefaults
 from nanobatch.utils.files import check_file
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that a weight may have
@@ -107,7 +108,7 @@ class HFDirectory:
     """config.json and safetensors, in one file or in several with an index."""
 
     def __init__(self, path: Path):
-        self.config = _read_hf_config(path)
+        self.config, self.sampling = _read_hf_config(path)
         self._path = path
         self._open_files = {}
         index, file = path / "model.safetensors.index.json", path / "model.safetensors"
@@ -193,11 +194,12 @@ def _read_json(file: Path) -> dict:
     return content
 
 
-def _read_hf_config(path: Path) -> ModelConfig:
+def _read_hf_config(path: Path) -> tuple[ModelConfig, SamplingDefaults]:
     file, generation_file = path / "config.json", path / "generation_config.json"
     raw = _read_json(file)
     generation = _read_json(generation_file) if generation_file.exists() else {}
     try:
-        return model_config(raw, generation)
+        config = model_config(raw, generation)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    return config, SamplingDefaults(str(generation_file), generation)

@@ -32,6 +32,7 @@ from nanobatch.models.families import LLAMA, QWEN2, QWEN3, count
 from nanobatch.models.gguf_header import GgufHeader, GgufTensor, read_gguf
 from nanobatch.models.gguf_tokenizer import ends_of_text
 from nanobatch.models.rope_scaling import MIN_POSITIVE, scaling_fields
+from nanobatch.models.sampling_defaults import SamplingDefaults
 from nanobatch.utils.checks import check_choice, check_float, check_int
 
 GGUF_ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
@@ -56,6 +57,8 @@ class GgufFile:
         self.tokenizer_fields = {
             key: value for key, value in header.fields.items() if key.startswith("tokenizer.")
         }
+        sampling = {k: v for k, v in header.fields.items() if k.startswith("general.sampling.")}
+        self.sampling = SamplingDefaults(str(file), sampling)
         self._unread = set(self._tensors) - {ROPE_FREQS}  # read into the config
         try:
             self.config = _model_config(header.fields, header.tensors)

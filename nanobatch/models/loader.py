@@ -38,6 +38,7 @@ from nanobatch.models.gguf_checkpoint import GgufFile
 from nanobatch.models.gguf_tokenizer import gguf_tokenizer
 from nanobatch.models.hf_config import to_hf_config
 from nanobatch.models.presets import MODEL_PRESETS
+from nanobatch.models.sampling_defaults import SamplingDefaults
 from nanobatch.models.tokenizer import ByteTokenizer, read_tokenizer
 from nanobatch.models.variants import make_decoder
 from nanobatch.models.weight_names import Source, sources
@@ -69,10 +70,11 @@ class Shard(Protocol):
 
 @dataclass
 class LoadedModel:
-    """A decoder with weights, and its tokenizer if it has one."""
+    """A decoder with weights, its tokenizer if it has one, and its sampling settings."""
 
     model: Decoder
     tokenizer: Tokenizer | None
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 def load(
@@ -112,11 +114,13 @@ def load(
         checkpoint = GgufFile(path)
         with _naming(path):
             tokenizer = gguf_tokenizer(checkpoint.tokenizer_fields)
-        return LoadedModel(_build(name, checkpoint, dtype, device, shard), tokenizer)
+        model = _build(name, checkpoint, dtype, device, shard)
+        return LoadedModel(model, tokenizer, checkpoint.sampling)
     check_files_in(path, FILES)
     checkpoint = HFDirectory(path)
     checkpoint.config = checkpoint.config.for_context(max_model_len)
-    return LoadedModel(_build(name, checkpoint, dtype, device, shard), _tokenizer_of(path))
+    model = _build(name, checkpoint, dtype, device, shard)
+    return LoadedModel(model, _tokenizer_of(path), checkpoint.sampling)
 
 
 def make_dummy(

@@ -604,6 +604,19 @@ def test_without_generation_config_the_eos_of_config_counts(tmp_path):
     assert out.token_ids == free[: free.index(eos) + 1]
 
 
+def test_a_model_s_own_sampling_settings_as_transformers_reads_them(tmp_path):
+    checkpoint = save("llama2", tmp_path)
+    settings = {"do_sample": False, "temperature": 0.7, "top_k": 3, "repetition_penalty": 1.4,
+                "max_new_tokens": 9, "eos_token_id": None}  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    outs = checkpoint.load().generate(checkpoint.prompts, "model", progress=False)
+    theirs = transformers.GenerationConfig.from_pretrained(tmp_path, pad_token_id=0)
+    for prompt, out in zip(checkpoint.prompts, outs, strict=True):
+        wanted = checkpoint.hf.generate(torch.tensor([prompt]), generation_config=theirs)
+        assert out.token_ids == wanted[0, len(prompt) :].tolist()
+        assert len(out.token_ids) == 9
+
+
 # ---- GGUF ------------------------------------------------------------------------------
 
 GGUF_ARCHS = {
