@@ -26,7 +26,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from nanobatch.utils.checks import check_bool, check_float, check_int, check_token_ids
+from nanobatch.utils.checks import check_bool, check_float, check_int, check_token_ids, shown
 
 MAX_N = 10_000  # outputs of one prompt
 
@@ -101,7 +101,7 @@ class SamplingParams:
             isinstance(s, str) and s for s in stop
         )
         if not is_list_of_str:
-            raise ValueError(f"stop is {self.stop!r}; it must be non-empty strings")
+            raise ValueError(f"stop is {shown(self.stop)}; it must be non-empty strings")
         check_token_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -7,12 +7,11 @@ The draw is inverse-CDF sampling: one uniform number picks the token at which th
 probability passes it. The number is a hash of (seed, number of output tokens), so a request's
 stream needs no state: it is the same alone, in a crowd, and after a preemption.
 
-Sampling is not fused with lm_head. For 64 rows of 128,256 logits the search for the largest
-reads 33 MB that were just written: some 10 microseconds of a large GPU, in a step of
-milliseconds (`python bench.py kernels` times it, and the search for the 32 largest).
+Sampling is not fused with lm_head: to read 64 rows of 128,256 logits takes 10 microseconds of a
+large GPU, in a step of milliseconds (`python bench.py kernels` times it).
 
 Always holds (invariants 13 and 15): no row depends on another; one draw for each emitted
-token; NaN logits are an error of their own row only.
+token; NaN logits, and whatever is raised for one row, are an error of that row only.
 
 Sources: nucleus sampling (Holtzman et al., 2019), min-p (Nguyen et al., 2024); counter-based
 random numbers (Salmon et al., SC 2011).
@@ -55,13 +54,9 @@ class SamplingRow:
 
 def sampling_row(request: Request) -> SamplingRow:
     """A request's row, for its next token."""
-    return SamplingRow(
-        params=request.params,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        stop_token_ids=request.stop_token_ids,
-        seed=request.seed,
-    )
+    r = request
+    tokens = (r.prompt_token_ids, r.output_token_ids, r.stop_token_ids)
+    return SamplingRow(r.params, *tokens, r.seed)
 
 
 @dataclass
@@ -87,7 +82,15 @@ def sample(
         ops: finds the largest logits.
         draw: draws a token from each distribution; None: draw_tokens.
     """
-    raw_SV = logits_SV
+    try:
+        return _sample(logits_SV, rows, ops, draw_tokens if draw is None else draw)
+    except Exception as error:
+        if len(rows) == 1:
+            return [Sampled(error=f"its token cannot be sampled: {error!r}")]
+    return [sample(logits_SV[i : i + 1], [row], ops, draw)[0] for i, row in enumerate(rows)]
+
+
+def _sample(raw_SV: Tensor, rows: Sequence[SamplingRow], ops: Ops, draw) -> list[Sampled]:
     logits_SV = adjust(raw_SV, rows)
     best_S1 = ops.top_ids(logits_SV, 1)
     # NaN and inf survive a maximum; a row of nothing but -inf has the maximum -inf.
@@ -100,7 +103,6 @@ def sample(
     random_rows = [i for i, row in enumerate(rows) if is_ok[i] and row.params.temperature > 0]
     if random_rows:
         drawn_rows = [rows[i] for i in random_rows]
-        draw = draw_tokens if draw is None else draw
         drawn = draw(probabilities(logits_SV[random_rows], drawn_rows), drawn_rows)
         for i, token_id in zip(random_rows, drawn, strict=True):
             tokens[i] = token_id
@@ -136,11 +138,10 @@ def adjust(raw_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
     """In place. Repetition counts prompt and output, the other two the output only."""
-    params = row.params
-    device = logits_V.device
+    params, device = row.params, logits_V.device
     seen = torch.tensor(sorted({*row.prompt_token_ids, *row.output_token_ids}), device=device)
     x = logits_V[seen]
-    penalty = params.repetition_penalty
+    penalty = float(params.repetition_penalty)  # torch takes no int of more than 64 bits
     logits_V[seen] = torch.where(x > 0, x / penalty, x * penalty)
     counts = Counter(row.output_token_ids)
     if counts:
@@ -161,12 +162,13 @@ def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     logits_RV = logits_RV.double() - logits_RV.amax(dim=-1, keepdim=True)
 
     def column(name: str) -> Tensor:
-        return logits_RV.new_tensor([[getattr(row.params, name)] for row in rows])
+        return logits_RV.new_tensor([[float(getattr(row.params, name))] for row in rows])
 
     probs_RV = (logits_RV / column("temperature")).softmax(dim=-1)
     probs_RV[probs_RV < column("min_p") * probs_RV.amax(dim=-1, keepdim=True)] = 0
     vocab_size = probs_RV.shape[1]
-    top_k = [row.params.top_k if row.params.top_k > 0 else vocab_size for row in rows]
+    asked = (row.params.top_k for row in rows)
+    top_k = [k if 0 < k < vocab_size else vocab_size for k in asked]
     cut = [r for r, row in enumerate(rows) if top_k[r] < vocab_size or row.params.top_p < 1]
     if cut:
         top_k_X1 = torch.tensor(top_k, device=probs_RV.device)[cut].unsqueeze(1)

@@ -131,6 +131,8 @@ MUTATIONS = {
     "c-window": Mutation("extensions/cpu/kernels.c", "int first = b * P < start ? start - b * P : 0,", "int first = 0,", "tests/extensions/test_cpu_kernels.py"),
     "c-slot-minus-one": Mutation("extensions/cpu/kernels.c", "        if (slot_T[t] < 0) continue;\n", "", "tests/extensions/test_cpu_kernels.py"),
     "c-nan-is-a-number": Mutation("extensions/cpu/elem.h", "return is_nan ? 0x7fc0 : ", "return ", "tests/extensions/test_cpu_kernels.py"),
+    "a-row-that-raises-ends-all": Mutation("sampler.py", "        if len(rows) == 1:\n            return", "        if True:\n            return len(rows) *", "tests/test_sampler.py"),
+    "top-k-of-any-size": Mutation("sampler.py", "k if 0 < k < vocab_size else", "k if 0 < k else", "tests/test_engine.py"),
     "c-last-of-equals": Mutation("extensions/cpu/kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/extensions/test_cpu_kernels.py"),
     "tiles-lower-rows": Mutation("extensions/cpu/matmul.c", "x + (int64_t)SIDE * K + k", "x + k", "tests/extensions/test_cpu_tiles.py"),
     "gate-and-up-not-in-turns": Mutation("extensions/cpu/products.py", "rows.unflatten(0, (2, -1, 16)).transpose(0, 1).reshape(rows.shape)", "rows", "tests/extensions/test_cpu_kernels.py tests/extensions/test_cpu_tiles.py"),

@@ -21,12 +21,16 @@ import functools
 import inspect
 import math
 import pickle
+import re
 import subprocess
 import sys
 import tracemalloc
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
@@ -1087,6 +1091,44 @@ def test_a_runner_that_raises_once_loses_nothing(when, num_blocks):
     last = watch.run()
     for request_id, (prompt, params) in zip(ids, crowd, strict=True):
         assert_as_if_alone(last[request_id], prompt, params)
+
+
+EXTREMES = [
+    *(0, -1, 1, True, 2**31, 2**63, 2**64, -(2**64), 10**27, 10**400, 10**5000),
+    *(0.5, -0.5, 1e308, -1e308, 1e-320, 5e-324, NAN, math.inf, -math.inf, 1e40, 1e-40),
+    *(np.int64(3), np.float32(0.5), np.float64(0.5), Fraction(1, 2), Decimal("0.5")),
+    *("1", b"1", None, [], [1], ["x"], {}, (2**64,), ("\ud800",), object()),
+]
+
+
+def extreme_params():
+    """What is accepted of one extreme field beside others that put all rules to work."""
+    usual = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "max_tokens": 2, "seed": 1}
+    usual |= {"repetition_penalty": 1.1, "presence_penalty": 0.1, "ignore_eos": True}
+    for name in (field.name for field in dataclasses.fields(SamplingParams)):
+        for value in EXTREMES:
+            try:
+                yield SamplingParams(**(usual | {name: value}))
+            except ValueError as error:
+                assert re.match(f"{name} (is|has) ", str(error)), error
+
+
+def test_no_value_that_is_accepted_stops_the_others():
+    """A field at its ends is refused by name, or its request ends and the others go on."""
+    accepted = [p for p in extreme_params() if p.n == 1 and p.max_tokens < 2**31]
+    assert len(accepted) > 80
+    engine = tiny_engine()
+    others = [(prompt_of(5, seed), greedy(40)) for seed in range(2)]
+    others.append((prompt_of(9), SamplingParams(seed=5, top_p=0.8, max_tokens=40)))
+    ids = [engine.add_request(list(prompt), params) for prompt, params in others]
+    extreme = [engine.add_request(list(prompt_of(4)), params) for params in accepted]
+    last = Watch(engine).run()
+    for request_id, (prompt, params) in zip(ids, others, strict=True):
+        assert_as_if_alone(last[request_id], prompt, params)
+    for request_id, params in zip(extreme, accepted, strict=True):
+        # No float32 is so small: all logits are infinite then.
+        reason = "error" if params.repetition_penalty < 1e-38 else "length"
+        assert last[request_id].finish_reason == reason, params
 
 
 # ---- what is refused -------------------------------------------------------------------

@@ -502,3 +502,19 @@ def test_the_smallest_top_p_there_is_keeps_one_token():
     params = SamplingParams(temperature=1.0, top_k=1, top_p=5e-324)
     rows = [SamplingRow(params, [0], [], (), seed) for seed in (1, 2)]
     assert [one.token_id for one in sample(logits, rows)] == [1, 0]
+
+
+@pytest.mark.parametrize("which", [0, 1, 3])
+def test_a_row_that_raises_ends_alone(which):
+    """Whatever it is that cannot be sampled: the others get what they get without it."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    rows = [row(seed, temperature=0.8, top_p=0.9, logprobs=2) for seed in range(4)]
+    expected = sample(logits, rows)
+    broken = dataclasses.replace(rows[which].params)
+    object.__setattr__(broken, "top_p", "0.9")
+    object.__setattr__(broken, "min_p", [0.1])
+    rows[which] = dataclasses.replace(rows[which], params=broken)
+    sampled = sample(logits, rows)
+    assert "cannot be sampled: TypeError" in sampled[which].error
+    for i in {0, 1, 2, 3} - {which}:
+        assert sampled[i] == expected[i]
