@@ -111,9 +111,11 @@ class Family:
         summary: what README.md says about it.
         fields: fields of ModelConfig that all its models share.
         read: from config.json, the fields of ModelConfig that Llama does not have.
-        head_dim, tied, rope_theta: used where config.json says nothing (tied is
-            tie_word_embeddings); head_dim None is hidden_size / num_attention_heads.
+        head_dim, num_kv_heads, max_position, eps, tied, eos, rope_theta: used where config.json
+            says nothing (tied is tie_word_embeddings, eos is eos_token_id); head_dim None is
+            hidden_size / num_attention_heads, num_kv_heads None is num_attention_heads.
         local_rope_theta: the same, for layers with a sliding window; None: one RoPE for all.
+        original_context: default of original_max_position_embeddings; None: the whole context.
         partial_rotary: RoPE may rotate a part of each head (partial_rotary_factor).
         eps_name, activation_name: what config.json calls the norms' eps and the activation.
         activation: the one that is supported.
@@ -130,9 +132,14 @@ class Family:
     fields: Mapping = field(default_factory=dict)
     read: Callable[[Mapping], dict] = lambda raw: {}
     head_dim: int | None = None
+    num_kv_heads: int | None = None
+    max_position: int = 2048
+    eps: float = 1e-6
     tied: bool = False
+    eos: int | None = 2
     rope_theta: float = 10000.0
     local_rope_theta: float | None = None
+    original_context: int | None = None
     partial_rotary: bool = False
     eps_name: str = "rms_norm_eps"
     activation_name: str = "hidden_act"
@@ -147,16 +154,23 @@ LLAMA, MISTRAL, PHI3 = "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalL
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
 MIXTRAL, STARCODER2 = "MixtralForCausalLM", "Starcoder2ForCausalLM"
-_QWEN = {"window": "if_used", "default_window": 4096}
+_QWEN = {
+    "window": "if_used", "default_window": 4096, "num_kv_heads": 32, "max_position": 2**15,
+    "eos": None,
+}  # fmt: skip
 _GELU = {"activation": "gelu_pytorch_tanh", "tied": True, "window": "always"}
 _GEMMA = _GELU | {
-    "activation_name": "hidden_activation", "head_dim": 256, "default_window": 4096
+    "activation_name": "hidden_activation", "head_dim": 256, "num_kv_heads": 4,
+    "default_window": 4096, "eos": 1,
 }  # fmt: skip
 _GEMMA_NORMS = {"norm_offset": 1.0, "post_norm": True}
 
 FAMILIES = {
     LLAMA: Family("Llama 2 and 3 (RoPE scaling of 3.1), SmolLM2"),
-    MISTRAL: Family("sliding window", window="always", default_window=4096),
+    MISTRAL: Family(
+        "sliding window", window="always", default_window=4096, num_kv_heads=8,
+        max_position=2**17,
+    ),
     QWEN2: Family(  # its biases are fixed, whatever attention_bias says
         "bias of q, k, v", {"qkv_bias": True, "o_bias": False}, **_QWEN, full_first=28
     ),
@@ -166,31 +180,37 @@ FAMILIES = {
     ),
     PHI3: Family(
         "RoPE of a part of each head (Phi-4-mini); longrope (the 128k variants)",
-        window="always", partial_rotary=True,
+        window="always", partial_rotary=True, max_position=4096,
+        original_context=4096, eps=1e-5, eos=32000,
     ),
     "Olmo2ForCausalLM": Family(
         "norms after attention and MLP, and of all of q and k",
-        {"pre_norm": False, "post_norm": True, "qk_norm": "all_heads"},
+        {"pre_norm": False, "post_norm": True, "qk_norm": "all_heads"}, eps=1e-5, eos=50279,
     ),
     "GraniteForCausalLM": Family(
         "multipliers of embeddings, scores, residuals and logits", read=_granite
     ),
     GEMMA2: Family(
         "norms before and after, soft caps, alternating windows",
-        _GEMMA_NORMS, _gemma2, **_GEMMA, full_every=2,
+        _GEMMA_NORMS, _gemma2, **_GEMMA, full_every=2, max_position=8192,
     ),
     GEMMA3: Family(
         "text models: two RoPE bases, five windows to one full layer",
         _GEMMA_NORMS | {"qk_norm": "each_head"}, _gemma3, **_GEMMA, full_every=6,
-        rope_theta=1e6, local_rope_theta=10000.0,
+        max_position=2**17, rope_theta=1e6, local_rope_theta=10000.0,
     ),
     STARCODER2: Family(
         "LayerNorm, a plain MLP with GELU, biases",
         {"norm": "layer", "gated_mlp": False}, _starcoder2, **_GELU, eps_name="norm_epsilon",
+        eps=1e-5, num_kv_heads=2, max_position=4096, eos=50256,
     ),
-    MIXTRAL: Family("mixture of experts", read=_mixtral, window="always", rope_theta=1e6),
+    MIXTRAL: Family(
+        "mixture of experts", read=_mixtral, window="always", rope_theta=1e6, num_kv_heads=8,
+        max_position=2**17, eps=1e-5,
+    ),
     QWEN3_MOE: Family(
-        "mixture of many small experts", {"qk_norm": "each_head"}, _qwen3_moe, **_QWEN
+        "mixture of many small experts", {"qk_norm": "each_head"}, _qwen3_moe,
+        **_QWEN | {"num_kv_heads": 4},
     ),
 }  # fmt: skip
 ARCHITECTURES = {name: family.summary for name, family in FAMILIES.items()}

@@ -16,7 +16,7 @@ Source: the configuration classes of Hugging Face transformers, versions 4 and 5
 
 from __future__ import annotations
 
-from nanobatch.models.config import MAX_LAYERS, ModelConfig
+from nanobatch.models.config import MAX_EPS, MAX_LAYERS, MAX_THETA, MIN_THETA, ModelConfig
 from nanobatch.models.families import (
     ARCHITECTURES,
     FAMILIES,
@@ -27,7 +27,7 @@ from nanobatch.models.families import (
     family_fields,
     flag,
 )
-from nanobatch.models.rope_scaling import MIN_POSITIVE, scaling_fields
+from nanobatch.models.rope_scaling import scaling_fields
 from nanobatch.utils.checks import check_choice, check_float, check_int, check_token_ids
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -49,8 +49,8 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
         raise ValueError("quantization_config is set; quantized safetensors are not supported")
     fields = {"architecture": architecture} | _sizes(raw, family)
     attention_bias = flag(raw, "attention_bias")
-    eps = raw.get(family.eps_name, 1e-6)
-    check_float(family.eps_name, eps, 0.0)
+    eps = raw.get(family.eps_name, family.eps)
+    check_float(family.eps_name, eps, 0.0, MAX_EPS, open_low=True)
     fields |= {
         "rms_norm_eps": float(eps),
         "qkv_bias": attention_bias,
@@ -59,7 +59,7 @@ def model_config(raw: dict, generation: dict) -> ModelConfig:
         "sliding_window": _sliding_window(raw, family),
         "full_attention_layers": _full_attention_layers(raw, family, fields["num_layers"]),
         "tie_word_embeddings": flag(raw, "tie_word_embeddings", family.tied),
-        "eos_token_ids": _eos_token_ids(raw, generation),
+        "eos_token_ids": _eos_token_ids(raw, generation, family),
     }
     rope = _rope(raw, architecture)
     fields |= _rope_fields(rope, family, fields["head_dim"], fields["max_position_embeddings"])
@@ -84,20 +84,21 @@ def _sizes(raw: dict, family: Family) -> dict:
         )
     num_layers = count(raw, "num_hidden_layers")
     check_int("num_hidden_layers", num_layers, 1, MAX_LAYERS)
+    num_kv_heads = {"num_key_value_heads": family.num_kv_heads} | raw  # null: num_heads
     return {
         "vocab_size": count(raw, "vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": count(raw, "intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": count(raw, "num_key_value_heads", num_heads),
+        "num_kv_heads": count(num_kv_heads, "num_key_value_heads", num_heads),
         "head_dim": count(raw, "head_dim", family.head_dim or hidden_size // num_heads),
-        "max_position_embeddings": count(raw, "max_position_embeddings", 2048),
+        "max_position_embeddings": count(raw, "max_position_embeddings", family.max_position),
     }
 
 
-def _eos_token_ids(raw: dict, generation: dict) -> tuple[int, ...]:
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+def _eos_token_ids(raw: dict, generation: dict, family: Family) -> tuple[int, ...]:
+    eos = generation.get("eos_token_id", raw.get("eos_token_id", family.eos))
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
     check_token_ids("eos_token_id", eos)
     return tuple(eos)
@@ -160,16 +161,17 @@ def _rope(raw: dict, architecture: str) -> dict:
         raise ValueError(
             f"{name} differs by layer ({', '.join(nested)}); that is not supported"
         )
+    if name == "rope_scaling" and not {"rope_type", "type"} & rope.keys():
+        raise ValueError(f"rope_scaling is {rope!r}; its rope_type is missing")
     defaults = {
         "rope_type": rope.get("type", "default"),
         "rope_theta": raw.get("rope_theta", family.rope_theta),
         "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0),
     }
-    if architecture == PHI3:
-        defaults["original_max_position_embeddings"] = 4096
     rope = defaults | rope | local
-    if raw.get("original_max_position_embeddings") is not None:
-        rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    original = raw.get("original_max_position_embeddings", family.original_context)
+    if original is not None:  # wins over the one among the settings of RoPE
+        rope["original_max_position_embeddings"] = original
     if architecture == PHI3 and rope["rope_type"] in ("su", "yarn"):
         rope["rope_type"] = "longrope"  # its old names
     return rope
@@ -178,12 +180,12 @@ def _rope(raw: dict, architecture: str) -> dict:
 def _split_local(raw: dict, rope: dict, default_theta: float) -> tuple[dict, dict]:
     """RoPE of the layers without a window; and local_rope_theta, of those with one."""
     of_windows = {"rope_theta": raw.get("rope_local_base_freq", default_theta)}
-    if rope.get("sliding_attention") is not None:
-        of_windows = _object(rope, "sliding_attention")
+    if "sliding_attention" in rope or "full_attention" in rope:
+        of_windows |= _object(rope, "sliding_attention")
         rope = _object(rope, "full_attention")
     check_choice("rope_type", of_windows.get("rope_type", "default"), ("default",))
     theta = of_windows.get("rope_theta")
-    check_float("local_rope_theta", theta, MIN_POSITIVE)
+    check_float("local_rope_theta", theta, MIN_THETA, MAX_THETA)
     return rope, {"local_rope_theta": float(theta)}
 
 
@@ -199,7 +201,7 @@ def _object(raw: dict, name: str) -> dict:
 def _rope_fields(rope: dict, family: Family, head_dim: int, max_position: int) -> dict:
     """The fields of ModelConfig that RoPE sets."""
     theta, factor = rope["rope_theta"], rope["partial_rotary_factor"]
-    check_float("rope_theta", theta, MIN_POSITIVE)
+    check_float("rope_theta", theta, MIN_THETA, MAX_THETA)
     lowest = 0.0 if family.partial_rotary else 1.0
     check_float("partial_rotary_factor", factor, lowest, 1.0, open_low=family.partial_rotary)
     partial = None if factor == 1 else int(head_dim * factor)

@@ -3,10 +3,13 @@
 That good config.json files are read correctly is tested in test_models.py.
 """
 
+import copy
 import json
 
 import pytest
 from small_checkpoint import CONFIG, D, configure, fault_in, greedy, load
+from test_models import FAMILIES, IS_TRANSFORMERS_4, as_transformers_4_writes_it
+from transformers import Phi3Config
 
 from nanobatch.models.hf_config import model_config
 
@@ -70,6 +73,73 @@ def test_a_field_that_is_missing(checkpoint, field):
     assert field.rstrip("s") in fault_in(checkpoint / "config.json", checkpoint)
 
 
+SHAPES_OF = {
+    **{name: FAMILIES[name] for name in (
+        "llama3.1", "llama-yarn", "mistral", "qwen2-window-above", "qwen3", "phi3", "olmo2",
+        "granite", "gemma2", "gemma3", "starcoder2", "mixtral", "qwen3-moe",
+    )},
+    "phi3-longrope": (Phi3Config, {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 300.0, "long_factor": [4.0] * 2,
+            "short_factor": [1.0] * 2,
+        },
+        "original_max_position_embeddings": 32,
+    }),
+}  # fmt: skip
+
+
+def whole_config(name: str) -> tuple[type, dict]:
+    """A configuration class of transformers, and all fields of a config.json of its family.
+
+    No value is a default; 32 heads divide by every default of num_key_value_heads.
+    """
+    config_class, settings = SHAPES_OF[name]
+    settings = {
+        "vocab_size": 200, "intermediate_size": 64, "num_hidden_layers": 3, **settings,
+        "hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "head_dim": 6, "max_position_embeddings": 256, "eos_token_id": 7, "rms_norm_eps": 1e-4,
+        "norm_epsilon": 1e-4, ("num_local_experts" if name == "mixtral" else "num_experts"): 16,
+    }  # fmt: skip
+    if name == "phi3-longrope":
+        del settings["head_dim"]
+    if IS_TRANSFORMERS_4:
+        type_key = "type" if config_class is Phi3Config else "rope_type"
+        settings = as_transformers_4_writes_it(settings, type_key)
+    architecture = config_class.__name__.replace("TextConfig", "Config")
+    names = {"architectures": [architecture.replace("Config", "ForCausalLM")]}
+    return config_class, config_class(**settings).to_dict() | names
+
+
+def with_one_left_out(raw: dict) -> dict[str, dict]:
+    """raw without each of its fields, and without each field of the objects in it."""
+    found = {}
+    for name, value in raw.items():
+        found[name] = {other: raw[other] for other in raw if other != name}
+        if isinstance(value, dict):
+            inner = with_one_left_out(value)
+            found |= {f"{name}.{key}": raw | {name: rest} for key, rest in inner.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES_OF)
+def test_a_field_that_is_left_out_has_the_default_of_transformers(name):
+    """Or is refused: what has no default there, and the sizes."""
+    config_class, whole = whole_config(name)
+    num_read = 0
+    for left_out, raw in with_one_left_out(whole).items():
+        try:
+            ours = model_config(copy.deepcopy(raw), {})
+        except ValueError as error:
+            assert left_out in REQUIRED.split() or "rope" in left_out, (left_out, error)
+            assert left_out.rpartition(".")[2].rstrip("s") in str(error)
+            continue
+        filled = config_class.from_dict(copy.deepcopy(raw)).to_dict()
+        architectures = {"architectures": whole["architectures"]}
+        assert ours == model_config(filled | architectures, {}), left_out
+        num_read += ours != model_config(copy.deepcopy(whole), {})
+    assert num_read >= 5  # else none of these would be a test
+
+
 # ModelConfig's names of the fields, which its checks use.
 OUR_NAMES = {
     "num_attention_heads": "num_heads",
@@ -89,8 +159,8 @@ ABSURD = {
     "num_attention_heads": [*NO_COUNTS, 10**9],
     "num_hidden_layers": [*NO_COUNTS, 10**4, 10**15],
     "num_key_value_heads": [*NO_COUNTS, 3],
-    "rms_norm_eps": [-1.0, "1e-5", [], 10**400, float("nan"), float("inf")],
-    "rope_theta": [0, -1.0, "1e4", [], 10**400, float("nan"), float("inf")],
+    "rms_norm_eps": [-1.0, 0, 0.0, 0.011, "1e-5", [], 10**400, float("nan"), float("inf")],
+    "rope_theta": [0, -1.0, 0.99, 1e16, "1e4", [], 10**400, float("nan"), float("inf")],
     "sliding_window": [0, -1, "4", 1.5, [4], True],
     "tie_word_embeddings": ["false", 5, []],
     "attention_bias": ["false", 5],
@@ -161,7 +231,7 @@ def test_rope_scaling_counts_where_it_is_there():
     for other in ({}, None, {"rope_type": "default", "rope_theta": 5.0}):
         config = model_config(CONFIG | scaled | {"rope_parameters": other}, {})
         assert config.rope_divisors == (8.0,) * (D // 2)
-    for wrong in ("yarn", 5, [1.0], []):
+    for wrong in ("yarn", 5, [1.0], [], {"factor": 8.0}):  # the last one has no type
         with pytest.raises(ValueError, match="rope_scaling"):
             model_config(CONFIG | {"rope_scaling": wrong, "rope_parameters": {}}, {})
 
@@ -173,8 +243,8 @@ def test_rope_scaling_counts_where_it_is_there():
          "rope_type is 'linear'"),
         ({"sliding_attention": {"rope_theta": 9.0}, "full_attention": "x"}, "full_attention"),
         ({"sliding_attention": 5}, "sliding_attention"),
-        ({"sliding_attention": {"rope_type": "default"}}, "local_rope_theta"),
-        ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+        ({"sliding_attention": {"rope_theta": 0.5}}, "local_rope_theta"),
+        ({"full_attention": {"rope_theta": "x"}}, "rope_theta"),
     ],
 )  # fmt: skip
 def test_gemma_3_s_rope_of_the_layers_with_a_window(rope, culprit):

@@ -640,9 +640,15 @@ def kind_of(weight: np.ndarray, wanted: gguf.GGMLQuantizationType):
     return wanted if is_quantizable else F32
 
 
-def write_gguf(path: Path, model, family: str, kind: gguf.GGMLQuantizationType) -> None:
-    """The file that llama.cpp would make of the model, its matrices in numbers of one kind."""
-    arch, config, rope = GGUF_ARCHS[family], model.config, rope_of(FAMILIES[family][1])
+def write_gguf(
+    path: Path, model, family: str, kind: gguf.GGMLQuantizationType, rope: dict | None = None
+) -> None:
+    """The file that llama.cpp would make of the model, its matrices in numbers of one kind.
+
+    rope: its rope_parameters, if they are not the family's.
+    """
+    arch, config = GGUF_ARCHS[family], model.config
+    rope = rope or rope_of(FAMILIES[family][1])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(config.max_position_embeddings)
@@ -655,6 +661,11 @@ def write_gguf(path: Path, model, family: str, kind: gguf.GGMLQuantizationType) 
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":  # a factor without a type is linear
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     add_tokenizer(writer)
     for name, parameter in model.named_parameters():  # a tied lm_head is not among them
         weight = parameter.numpy()
@@ -722,6 +733,22 @@ def test_gguf_gives_the_logits_of_its_numbers(family, kind, tmp_path):
     assert_same_weights(from_gguf, from_safetensors)
     wanted = Checkpoint(family, model, tmp_path, prompts).logits()
     assert_logits_close(paged_logits(from_gguf, prompts), wanted)
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2"])
+@pytest.mark.parametrize("rope", [
+    default_rope(300.0) | {"rope_type": "linear", "factor": 4.0},
+    {key: YARN_ROPE[key] for key in YARN_ROPE if not key.startswith("beta")},
+], ids=lambda rope: rope["rope_type"])  # fmt: skip
+def test_gguf_s_scaled_rope(family, rope, tmp_path):
+    model, prompts = random_model(family, rope_parameters=rope), random_prompts()
+    write_gguf(tmp_path / "model.gguf", model, family, F32, rope)
+    llm = LLM(str(tmp_path / "model.gguf"), dtype="float32")
+    wanted = Checkpoint(family, model, tmp_path, prompts).logits()
+    assert_logits_close(paged_logits(decoder_of(llm), prompts), wanted)
+    plain = Checkpoint(family, random_model(family), tmp_path, prompts).logits()
+    differences = [(a - b).abs().max() for a, b in zip(wanted, plain, strict=True)]
+    assert max(differences) > 100 * ATOL  # else this could not tell
 
 
 def test_rounding_to_q8_shows_in_the_logits():
