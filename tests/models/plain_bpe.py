@@ -3,6 +3,7 @@
 text -> the special tokens in it, and what lies between
      -> pieces: each pattern in turn splits them; what it does not match stays a piece
      -> bytes, written as characters -> merges, the first of the list first
+         -> ids; a byte that the vocabulary lacks has none
 """
 
 from functools import lru_cache
@@ -67,6 +68,9 @@ class PlainBpe:
             end = match.end()
         return ids + self._plain(text[end:])
 
+    def has_all_bytes(self, text: str) -> bool:
+        return all(CHARS[byte] in self.ids for byte in text.encode())
+
     def _plain(self, text: str) -> list[int]:
         return [i for piece in split(self.patterns, text) for i in self.merge(piece)]
 
@@ -84,7 +88,7 @@ class PlainBpe:
                 break
             i = ranks.index(first)
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        return [self.ids[part] for part in parts]
+        return [self.ids[part] for part in parts if part in self.ids]
 
 
 # ---- texts --------------------------------------------------------------------------------

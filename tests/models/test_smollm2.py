@@ -13,6 +13,8 @@ dense pass over the prompt and nanobatch's output:
 If each token is the best after those before it, the output is that of greedy decoding. A
 difference of less than 1e-3 in transformers' logits counts as a tie.
 
+Its token ids are held against a splitter and BPE in plain Python (plain_bpe.py).
+
 Tests invariants 10 and 12 with a real checkpoint's weights, tokenizer and chat template.
 """
 
@@ -24,11 +26,13 @@ from random import Random
 
 import pytest
 import torch
+from plain_bpe import CORPUS, GPT2, PlainBpe, random_text
 
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import Row, pack
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import bytes_per_block
+from nanobatch.models.gguf_checkpoint import GgufFile
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.utils.arithmetic import cdiv
 
@@ -183,6 +187,40 @@ def test_text_goes_there_and_back(smollm2):
         assert tokenizer.decode(ids) == text
         stream = tokenizer.stream(ids[:1])
         assert "".join(map(stream.step, ids[1:])) == text[len(tokenizer.decode(ids[:1])) :]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The file's tokenizer in plain Python: the digits alone, then GPT-2's pattern."""
+    [file] = Path(PACKAGE.origin).parent.glob("*.gguf")
+    fields = GgufFile(file).tokenizer_fields
+    assert fields["tokenizer.ggml.pre"] == "smollm"
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == 3]
+    return PlainBpe(tokens, merges, [r"\p{N}", GPT2], special)
+
+
+def assert_same_ids(tokenizer, plain, texts):
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert ids == plain.encode(text), repr(text)
+        if "<|" not in text and plain.has_all_bytes(text):
+            assert tokenizer.decode(ids) == text
+
+
+def test_token_ids_are_those_of_a_plain_splitter(smollm2, plain):
+    assert smollm2.tokenizer.encode("Steps:\n\n1. foo")[:4] == [21831, 42, 1116, 33]
+    random = Random(0)
+    chat = "<|im_start|>user\n2 + 2?\n\n4<|im_end|>\n<|endoftext|>"
+    texts = [TEXT, chat, *CORPUS, *(random_text(random) for _ in range(300))]
+    assert_same_ids(smollm2.tokenizer, plain, texts)
+
+
+@pytest.mark.slow
+def test_token_ids_of_10_000_texts(smollm2, plain):
+    random = Random(1)
+    assert_same_ids(smollm2.tokenizer, plain, (random_text(random) for _ in range(10_000)))
 
 
 def test_a_few_prompts_together(smollm2, hugging_face):

@@ -6,7 +6,7 @@ byte-level BPE (GPT-2, Llama 3, SmolLM2). The other is BPE on pieces that begin 
 token for each byte of an unknown character (Llama 2, Mistral). However a text is split into
 tokens, and wherever the prompt ends:
 
-    text         "a fox 🦊"        the tokenizer's own decoding of all tokens: the oracle
+    text         "a fox 🦊"        Python's own decoding of all bytes: the oracle
     prompt       "a f"             its text is not repeated
     deltas       "ox ", "🦊"       joined, they are the rest of the text
 
@@ -23,6 +23,7 @@ from random import Random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plain_bpe import CHARS
 
 from nanobatch.detokenizer import IncrementalDetokenizer
 from nanobatch.models.tokenizer import ByteTokenizer, HFTokenizer
@@ -164,12 +165,10 @@ def run(tokenizer, prompt, output, stop=(), min_tokens=0):
 def expected_text(tokenizer, prompt, output):
     """The decoded prompt and output, without the text that the prompt already shows.
 
-    The prompt may end inside a character. Byte fallback then decodes the whole run of bytes
-    wrongly, so take the longest text that any start of the prompt shares with the final text.
+    The prompt may end inside a character, which is then the output's.
     """
     whole = tokenizer.decode([*prompt, *output])
-    starts = [tokenizer.decode(prompt[:n]) for n in range(1, len(prompt) + 1)]
-    return whole[max(len(os.path.commonprefix([whole, start])) for start in starts) :]
+    return whole[len(os.path.commonprefix([whole, tokenizer.decode(prompt)])) :]
 
 
 PIECES = ["a", "b ", " ", "fox", " the", "é", "漢", "😀", "🦊", FAMILY, "👍🏽", "🇫🇷", "\n", "́"]
@@ -254,16 +253,112 @@ def test_a_prompt_that_ends_inside_a_character(name, num_bytes):
     assert "".join(run(tokenizer, ids[:end], ids[-1:])) == "a"  # never completed
 
 
+# Bytes of characters, whole and cut, and bytes that begin none.
+some_bytes = st.lists(
+    st.sampled_from(
+        [*"a é漢🦊\ufffd".encode(), 0x80, 0xC0, 0xE0, 0xED, 0xA0, 0xF4, 0xF5, 0xFF]
+    ),
+    min_size=1,
+    max_size=24,
+).map(bytes)
+
+
+@each_tokenizer
 @PROPERTY
-@given(st.lists(st.integers(0, 257), min_size=1, max_size=24), st.integers(1, 24))
-@example([0xE2, 0x82, 0xFF, 0xAC], 2)
-@example([0xF0, 0x9F, 257, 0x98, 0x80], 2)
-@example([0xE0, 0x80, 0x41], 1)
-def test_any_bytes_at_all(ids, end):
-    """Also bytes that are not UTF-8: the same as the standard library's decoder."""
-    tokenizer = ByteTokenizer()
+@given(some_bytes, st.integers(1, 24))
+@example(b"\xe2\x82\xff\xac", 2)
+@example(b"\xe0\x80\x41", 1)
+@example("🦊🦊".encode() + b"\xf0", 24)
+def test_any_bytes_at_all(name, data, end):
+    """Also bytes that are not UTF-8: U+FFFD for each maximal part of a character, no more."""
+    tokenizer = TOKENIZERS[name]()
+    ids = [byte_token(name, byte) for byte in b"a" + data]
+    assert tokenizer.decode(ids) == (b"a" + data).decode(errors="replace")
     prompt, output = ids[:end], ids[end:]
     assert "".join(run(tokenizer, prompt, output)) == expected_text(tokenizer, prompt, output)
+
+
+def byte_token(name, byte):
+    if name == "bytes":
+        return byte
+    text = CHARS[byte] if name == "byte level" else f"<0x{byte:02X}>"
+    return TOKENIZERS[name]().hf.convert_tokens_to_ids(text)
+
+
+@each_tokenizer
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_a_cut_character_takes_no_other_along(name, num_bytes):
+    """An answer that ends inside its third emoji: two, and one replacement character."""
+    tokenizer = TOKENIZERS[name]()
+    ids, prompt = cut_in_bytes(name, "a🦊🐙🦊"), cut_in_bytes(name, "a")
+    output = ids[len(prompt) : len(ids) - 4 + num_bytes]
+    assert "".join(run(tokenizer, prompt, output)) == "🦊🐙\ufffd"
+    assert tokenizer.decode([*prompt, *output]) == "a🦊🐙\ufffd"
+
+
+@each_tokenizer
+@PROPERTY
+@given(st.randoms(use_true_random=False))
+def test_deltas_are_the_decoded_output(name, random):
+    """For any tokens, special ones and those outside the vocabulary among them."""
+    tokenizer = TOKENIZERS[name]()
+    first = cut_in_bytes(name, "a")  # with it, the first space is the text's own
+    output = [random.randrange(tokenizer.vocab_size + 9) for _ in range(random.randint(0, 40))]
+    text = tokenizer.decode([*first, *output])
+    assert "".join(run(tokenizer, first, output)) == text[1:]
+    without = "".join(run(tokenizer, [], output))
+    assert without == tokenizer.decode(output)
+
+
+@PROPERTY
+@given(st.randoms(use_true_random=False))
+def test_byte_level_is_as_the_tokenizers_library_decodes(random):
+    tokenizer = byte_level()
+    ids = [random.randrange(tokenizer.vocab_size) for _ in range(random.randint(0, 40))]
+    backend = tokenizer.hf.backend_tokenizer
+    assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=True)
+
+
+@PROPERTY
+@given(texts, st.randoms(use_true_random=False))
+def test_byte_fallback_is_as_the_tokenizers_library_decodes(text, random):
+    """Where all characters are whole."""
+    tokenizer, ids = byte_fallback(), cut_at_random("byte fallback", text, random)
+    backend = tokenizer.hf.backend_tokenizer
+    assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=True)
+
+
+def words(decoder):
+    """A tokenizer whose tokens are whole words, and are joined by that decoder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {
+        word: i for i, word in enumerate(["<s>", "</s>", "walk", "##ing", "the", "fox", "a"])
+    }
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<s>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoder
+    return wrap(backend)
+
+
+def test_tokens_that_are_not_joined_bytes():
+    from tokenizers import decoders
+
+    tokenizer = words(decoders.WordPiece())
+    prompt, output = tokenizer.encode("the fox"), [2, 3, 0, 4, 5, 1]
+    assert tokenizer.decode(prompt + output) == "the fox walking the fox"
+    assert "".join(run(tokenizer, prompt, output)) == " walking the fox"
+    assert "".join(run(tokenizer, [], output)) == "walking the fox"
+
+
+def test_a_decoder_that_takes_text_back_never_raises():
+    """DecodeStream does, and starts again."""
+    from tokenizers import decoders
+
+    decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("walkfox", "ran away")])
+    tokenizer = words(decoder)
+    assert tokenizer.decode([4, 2, 5]) == "theran away"
+    assert "".join(run(tokenizer, [4], [2, 5, 4])) == "walkfoxthe"
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])
