@@ -129,10 +129,10 @@ _BY_NAMES = {
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_GPT4O,)),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer(
-        (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK)
+        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK)
     ),
     "deepseek-coder": PreTokenizer(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-龥가-\ud7ff]+", r"\p{N}")
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
     ),
     "bloom poro-chat gpt3-finnish": PreTokenizer((_BLOOM,)),
     "viking": PreTokenizer((_BLOOM, r"\p{N}")),

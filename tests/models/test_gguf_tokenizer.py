@@ -456,5 +456,6 @@ def test_vocab_and_merges_that_cannot_be_read(checkpoint):
     write_vocab_and_merges(checkpoint, *trained())
     (checkpoint / "merges.txt").unlink()
     assert load(checkpoint).tokenizer is None  # vocab.json alone is not enough
-    (checkpoint / "merges.txt").write_text("a \u0394\n", encoding="utf-8")
+    write_vocab_and_merges(checkpoint, *trained())
+    (checkpoint / "vocab.json").write_text("{")
     assert "tokenizer" in fault_in(checkpoint / "vocab.json", checkpoint)
