@@ -60,7 +60,9 @@ class EngineConfig:
         admission: when a request may join. "on_demand": if its next tokens fit; preempt when
             memory runs out later. "reserve": if prompt + max_tokens fit. "predict": if the
             expected peak of all requests fits (policies/admission.py).
-        enable_chunked_prefill: a prompt may be computed over several steps.
+        enable_chunked_prefill: a prompt may be computed over several steps. Without it a prompt
+            waits for a step that has the budget for all of it; what a preemption lost is
+            computed again in chunks all the same.
         enable_prefix_caching: requests share the full blocks of a common prefix.
         preemption: "recompute": a preempted request computes its tokens again; "swap": its
             blocks are copied to host memory, while num_host_blocks last

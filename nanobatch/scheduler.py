@@ -166,7 +166,6 @@ class Scheduler:
         # Not after a preemption: the freed blocks are for those that run, not for the victim.
         if not plan.preempted:
             budget = self._admit(plan, budget, now)
-        self.batching.planned(plan, budget)
         for hook in self.hooks:
             hook.end_step(plan, budget)
         return plan
@@ -245,24 +244,26 @@ class Scheduler:
         num_seats = config.max_num_seqs - len(self.running)
         if budget == 0 or num_seats == 0 or not self.waiting:
             return budget
-        admission.begin(self.running)
+        admission.begin([r for r in self.running if r.status is RUNNING])  # no padding
         if config.enable_prefix_caching and getattr(self.policy, "uses_hits", False):
             self._prefix_hits.refresh(self.waiting)
         candidates = self.batching.candidates(self.waiting, self.running)
         for request in in_order(candidates, self.policy, now, config.max_wait, num_seats):
-            if budget == 0 or (request.must_wait is not None and request.must_wait()):
+            if budget == 0 or self.batching.must_wait(request):
                 return budget
             cached = self._hit(request)
-            # A swapped request has no hit, and kept its computed tokens.
             num_cached = len(cached) * config.block_size or request.num_computed_tokens
             num_left = request.num_tokens - num_cached
+            may_be_cut = config.enable_chunked_prefill or request.output_token_ids
+            if num_left > budget and not may_be_cut:
+                return budget  # only recompute after a preemption may be in chunks
+            if not admission.has_room(request, cached):
+                break
             num_tokens = min(num_left, budget)
-            is_forbidden_chunk = num_tokens < num_left and not config.enable_chunked_prefill
-            if is_forbidden_chunk or not admission.has_room(request, cached):
-                return budget
             self._start(plan, ScheduledRequest(request, num_tokens), cached, now)
             admission.admitted(request)
             budget -= num_tokens
+        self.batching.close()  # all have joined, or seats or blocks are short
         return budget
 
     def _hit(self, request: Request) -> list[int]:

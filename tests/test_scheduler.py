@@ -147,10 +147,14 @@ def test_max_tokens_is_cut_to_what_fits(knobs, limit):
 def test_without_chunked_prefill_a_prompt_over_the_budget_is_refused():
     """Fault 13: it can never be computed in one step, so it must not wait for it."""
     scheduler, _ = make(enable_chunked_prefill=False)
-    with pytest.raises(ValueError, match="16"):
+    with pytest.raises(
+        ValueError, match=r"its 17 prompt tokens .* max_num_batched_tokens is 16"
+    ):
         scheduler.add(request("long", 17))
-    added(scheduler, "fits", 15, max_tokens=1)
-    assert step(scheduler) == {"fits": 15}
+    fits = added(scheduler, "fits", 16, max_tokens=9)
+    assert step(scheduler) == {"fits": 16}
+    run_until_idle(scheduler)
+    assert len(fits.output_token_ids) == 9, "the budget limits a step, not a request"
     with pytest.raises(ValueError, match="max_model_len"):
         make(enable_chunked_prefill=False, max_model_len=17)
 
@@ -163,6 +167,68 @@ def test_without_chunked_prefill_a_preempted_request_comes_back():
     run_until_idle(scheduler, max_steps=40)
     assert (a.finish_reason, b.finish_reason) == ("length", "length")
     assert allocator.num_free_blocks == 6
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("num_blocks, budget", [(6, 8), (7, 13), (7, 8), (8, 10), (9, 16)])
+def test_without_chunked_prefill_only_the_first_prefill_is_whole(
+    preemption, num_blocks, budget
+):
+    """Fault 13: what a preemption lost is longer than the budget, and comes back in chunks."""
+    scheduler, allocator = make(
+        num_blocks, max_num_batched_tokens=budget, enable_chunked_prefill=False,
+        enable_prefix_caching=False, preemption=preemption, num_host_blocks=4,
+    )  # fmt: skip
+    lengths = (budget, 3, budget - 1, 5)
+    requests = [added(scheduler, str(i), n, max_tokens=12) for i, n in enumerate(lengths)]
+    plans = run_until_idle(scheduler, max_steps=300)
+    firsts = {}  # {request: (its prompt, what its first turn computed)}
+    prefills = [row for plan in plans for row in plan.scheduled if row.num_tokens > 1]
+    for row in prefills:
+        prompt = len(row.request.prompt_token_ids)
+        firsts.setdefault(row.request.request_id, (prompt, row.num_tokens))
+    assert len(firsts) == 4 and all(prompt == n for prompt, n in firsts.values()), firsts
+    assert all(r.output_token_ids == [TOKEN] * 12 for r in requests)
+    assert sum(len(plan.preempted) for plan in plans) > 0
+    assert allocator.num_free_blocks == num_blocks
+
+
+def test_a_long_recompute_goes_on_beside_others():
+    """c has 18 tokens when it comes back to a budget of 12, and a and b decode meanwhile."""
+    scheduler, allocator = make(
+        num_blocks=16, max_num_batched_tokens=12, enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    for name, length in (("a", 2), ("b", 2), ("c", 10)):
+        added(scheduler, name, length, max_tokens=30)
+    c = scheduler.get("c")
+    for _ in range(9):
+        step(scheduler)
+    assert c.num_tokens == 18
+    kept = allocator.allocate(allocator.num_free_blocks)
+    while c in scheduler.running:
+        step(scheduler)
+    num_lost = c.num_tokens
+    allocator.free(kept)
+    assert step(scheduler) == {"a": 1, "b": 1, "c": 10}
+    assert step(scheduler) == {"a": 1, "b": 1, "c": num_lost - 10}
+    assert c.num_tokens == num_lost + 1
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+def test_a_prompt_as_long_as_the_budget_does_not_starve(policy):
+    """Invariants 8 and 9: it can start only when nobody runs, and others keep coming."""
+    scheduler, _ = make(
+        enable_chunked_prefill=False, max_num_seqs=2, policy=policy, max_wait=20.0
+    )  # fmt: skip
+    added(scheduler, "first", 3, max_tokens=6)
+    step(scheduler, now=0.0)
+    whole = added(scheduler, "whole", 16, max_tokens=6, arrival_time=1.0)
+    for now in range(1, 40):
+        added(scheduler, f"short-{now}", 2, max_tokens=5, arrival_time=float(now))
+        assert step(scheduler, now=float(now)), "a step that does nothing"
+    longest_that_runs = 6
+    assert whole.metrics.first_scheduled_time <= 1.0 + 20.0 + longest_that_runs
 
 
 def test_an_id_may_not_be_added_twice_while_it_lives():

@@ -222,7 +222,7 @@ def check_invariant_8(plan, config):
         assert not is_cut or plan.num_tokens == config.max_num_batched_tokens, (
             f"8: {item.request} got {item.num_tokens} of {left}, {plan.num_tokens} in all"
         )
-        may_cut = config.enable_chunked_prefill
+        may_cut = config.enable_chunked_prefill or item.request.output_token_ids
         assert may_cut or not is_cut, "8: a chunk, though chunked prefill is off"
 
 
@@ -345,16 +345,27 @@ def check_lookahead(plan, just_admitted):
     assert not at_once, f"9: {at_once} preempted right after admission"
 
 
+def waits_for_budget(request, budget_left, allocator, config):
+    """Whether the budget that is left is too small for a waiting request to start."""
+    if config.enable_chunked_prefill or request.output_token_ids:
+        return budget_left == 0
+    found = allocator.match_prefix(request.token_ids, request.cache_salt)
+    return budget_left < request.num_tokens - len(found) * config.block_size
+
+
 def check_not_timid(plan, scheduler, allocator, config, order):
-    """The head of the queue enters if all that run could go on in the next step, it too."""
-    if plan.preempted or not scheduler.waiting or len(scheduler.running) == config.max_num_seqs:
+    """The head of the queue enters if all that run could go on in the next step, it too.
+
+    order: who waited and may enter; nobody, once a static batch is closed.
+    """
+    left = [request for request in order if request not in scheduler.running]
+    if plan.preempted or not left or len(scheduler.running) == config.max_num_seqs:
         return
-    admitted = {id(item.request) for item in plan.scheduled}
-    head = next(request for request in order if id(request) not in admitted)
+    head = left[0]
     budget_left = config.max_num_batched_tokens - num_known_tokens(plan)
-    if budget_left < (1 if config.enable_chunked_prefill else head.num_tokens):
+    if waits_for_budget(head, budget_left, allocator, config):
         return
-    everyone = [*scheduler.running, head]
+    everyone = [*(r for r in scheduler.running if not r.is_finished), head]
     in_next_step = sum(-(-(r.num_tokens + 1) // config.block_size) for r in everyone)
     assert in_next_step > allocator.num_blocks, f"9: {head} does not enter, though it may"
 
@@ -419,7 +430,7 @@ class Trace:
         seats = rng.randint(1, 6)
         budget = rng.randint(max(seats, 2), 12)
         chunked = rng.random() < 0.7
-        longest = rng.randint(2, budget) if not chunked else rng.choice([None, 10, 25])
+        longest = rng.choice([None, 10, 25] if chunked else [None, rng.randint(2, budget)])
         enable_prefix_caching = rng.random() < 0.8
         wide = {}
         if is_wide:
@@ -452,6 +463,8 @@ class Trace:
         )
         slots = num_blocks * self.block_size
         self.limit = min(slots, longest or slots)
+        # A prompt that needs one step is often as long as the budget, and at times too long.
+        self.longest_prompt = self.limit if chunked else min(self.limit, budget + 1)
         inner = allocator_class(num_blocks, self.block_size, self.config.enable_prefix_caching)
         self.allocator = WatchedAllocator(inner)
         self.scheduler = scheduler_class(self.config, self.allocator)
@@ -492,7 +505,7 @@ class Trace:
         )
         return Request(
             f"r{rng.randint(0, 9)}",  # ids are used again and again
-            prompt[: self.limit] or [0],
+            prompt[: self.longest_prompt] or [0],
             params,
             arrival_time=self.now - rng.choice([0, 0, 0, 3]),
             priority=rng.randint(0, 2),
@@ -504,8 +517,10 @@ class Trace:
         """Add a request; it is refused exactly when it can never fit or its id lives."""
         request = self.random_request()
         num_prompt = len(request.prompt_token_ids)
-        is_refused = num_prompt + 1 > self.limit or request.request_id in self.lives
-        if is_refused:
+        is_too_long = num_prompt + 1 > self.limit
+        if not self.config.enable_chunked_prefill:
+            is_too_long |= num_prompt > self.config.max_num_batched_tokens
+        if is_too_long or request.request_id in self.lives:
             with pytest.raises(ValueError):
                 self.scheduler.add(request)
             return
@@ -565,14 +580,11 @@ class Trace:
         check_invariant_7(plan, scheduler, self.config)
         check_invariant_8(plan, self.config)
         check_invariant_9(plan, scheduler, self.config, before, order)
-        budget_left = self.config.max_num_batched_tokens - num_known_tokens(plan)
-        if budget_left > 0 or plan.preempted:  # who did not fit now will not join this batch
-            self.batch = []
+        self.close_batch(plan, order)
         check_invariant_4(plan, self.lives, allocator, self.block_size)
         if self.config.admission == "on_demand":
             check_lookahead(plan, self.just_admitted)
-            if self.config.batching == "continuous":
-                check_not_timid(plan, scheduler, allocator, self.config, order)
+            check_not_timid(plan, scheduler, allocator, self.config, order)
         admitted = [r for r in scheduler.running if r not in before[0]]
         self.seen["preempted"] += len(plan.preempted)
         for name, things in (
@@ -585,6 +597,14 @@ class Trace:
                 self.seen[name] += len(things)
         self.seen["hits"] += sum(r.num_computed_tokens > 0 for r in admitted)
         return plan, admitted
+
+    def close_batch(self, plan, order):
+        """A static batch waits for nothing but the budget."""
+        budget_left = self.config.max_num_batched_tokens - num_known_tokens(plan)
+        left = [request for request in order if request not in self.scheduler.running]
+        is_open = left and waits_for_budget(left[0], budget_left, self.allocator, self.config)
+        if plan.preempted or not is_open:
+            self.batch = []
 
     def compute(self, plan):
         """The model's part: copies, then reads, then writes, then a token for whoever is

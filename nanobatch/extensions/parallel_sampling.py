@@ -5,9 +5,12 @@
                           x-2   seed + 2    prefix cache
 
 The samples are ordinary requests. They share a group id, under which they are aborted together.
+In a static batch nobody waits: all start at once, and those that start together each compute
+the prompt.
 
-Always holds: the samples are those of n separate requests with these seeds; the first one's
-full blocks of the prompt are shared, not computed again, if the prefix cache is on.
+Always holds: the samples are those of n separate requests with these seeds; with continuous
+batching and the prefix cache on, the first one's full blocks of the prompt are shared, not
+computed again.
 
 Seam: Request.group and Request.must_wait. Source: parallel sampling in vLLM (Kwon et al., SOSP
 2023, section 4.4).

@@ -156,15 +156,19 @@ def limits(config: EngineConfig) -> dict[str, int]:
     sizes = {"the pool (num_blocks * block_size)": config.num_blocks * config.block_size}
     if config.max_model_len is not None:
         sizes["max_model_len"] = config.max_model_len
-    if not config.enable_chunked_prefill:
-        # After a preemption, prompt and output must be recomputed in one step.
-        sizes["max_num_batched_tokens (chunked prefill is off)"] = config.max_num_batched_tokens
     return sizes
 
 
 def check_fits(request: Request, config: EngineConfig) -> None:
-    """Raise ValueError if the prompt and one token of output can never fit."""
+    """Raise ValueError if the prompt and one token of output can never fit, or if the prompt
+    must be computed in one step and exceeds its budget."""
     num_prompt = len(request.prompt_token_ids)
+    if not config.enable_chunked_prefill and num_prompt > config.max_num_batched_tokens:
+        raise ValueError(
+            f"request {request.request_id!r}: without chunked prefill its {num_prompt} prompt "
+            f"tokens need one step, but max_num_batched_tokens is "
+            f"{config.max_num_batched_tokens}"
+        )
     for limit, size in limits(config).items():
         if num_prompt + 1 > size:
             raise ValueError(

@@ -62,7 +62,7 @@ class Recompute:
 
     def evict(self, request: Request) -> Copies:
         self.release(request)
-        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
+        request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.status = RequestStatus.WAITING
         return []

@@ -9,10 +9,12 @@ A static batch is gathered once, from the requests that wait when it is empty. P
 take several steps. A finished request gives back its blocks at once and keeps its slot (a dot)
 until all have finished: padding, which a padded batch computes like any other row.
 
-The batch stops taking requests once a step has budget left over, or preempts: then not the
-budget but seats, blocks or an empty queue ended the admissions.
+The batch is closed when all of them have joined, when seats or blocks are short, or when one is
+preempted. A short budget does not close it: the others join in the next steps. Samples of one
+prompt do not wait for the first of them to compute it (Request.must_wait), which would make
+the batch longer by a step.
 
-Always holds: nothing joins a static batch once it has stopped, until all in it have finished.
+Always holds: nothing joins a static batch once it is closed, until all in it have finished.
 
 Taught in notebooks/02_static_batching.ipynb. Source: Orca (Yu et al., OSDI 2022), section 3.
 """
@@ -22,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from nanobatch.plan import SchedulerOutput
 from nanobatch.request import Request
 
 
@@ -35,8 +36,12 @@ class Batching(Protocol):
         """The waiting requests that may join in this step, in the same order."""
         ...
 
-    def planned(self, plan: SchedulerOutput, budget: int) -> None:
-        """The step is planned; `budget` tokens are left over."""
+    def must_wait(self, request: Request) -> bool:
+        """Whether the next one in line, and so all behind it, may not join in this step."""
+        ...
+
+    def close(self) -> None:
+        """All that may join have joined, or seats or blocks are short."""
         ...
 
     def leave(self, request: Request, running: list[Request]) -> None:
@@ -56,7 +61,10 @@ class ContinuousBatch:
     ) -> Sequence[Request]:
         return waiting
 
-    def planned(self, plan: SchedulerOutput, budget: int) -> None:
+    def must_wait(self, request: Request) -> bool:
+        return request.must_wait is not None and request.must_wait()
+
+    def close(self) -> None:
         pass
 
     def leave(self, request: Request, running: list[Request]) -> None:
@@ -79,13 +87,16 @@ class StaticBatch:
             self._gathered_before = 1 + max(r.arrival_order for r in waiting)
         return [r for r in waiting if r.arrival_order < self._gathered_before]
 
-    def planned(self, plan: SchedulerOutput, budget: int) -> None:
-        if plan.preempted or budget > 0:
-            self._gathered_before = 0
+    def must_wait(self, request: Request) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._gathered_before = 0
 
     def leave(self, request: Request, running: list[Request]) -> None:
         if not request.is_finished:
             running.remove(request)
+            self.close()
         if all(other.is_finished for other in running):
             running.clear()
 

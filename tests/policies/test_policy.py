@@ -396,6 +396,40 @@ def test_expected_peak_by_simulation():
         assert expected_peak(requests) == most
 
 
+@pytest.mark.parametrize(
+    "rows, num_blocks",  # (prompt, output) of each; blocks of 4 from which on all may join
+    [
+        ([(4, 4), (4, 4)], 6),  # 8 and 8 tokens at the end: 16, and 6 slots; 22
+        ([(5, 3), (3, 6)], 5),  # 8 and 6 when the first ends: 14, and 6 slots; 20
+        ([(8, 3), (6, 3), (2, 3)], 9),  # 11, 9 and 5: 25, and 9 slots; 34
+        ([(1, 9), (1, 9), (1, 9), (1, 9)], 13),  # 4 times 10: 40, and 12 slots; 52
+    ],
+)
+def test_predict_admits_exactly_what_its_peak_fits(rows, num_blocks):
+    """Each may fill its last block with a single token, so 3 slots for each are beside the
+    peak; and one block less is too few."""
+    for blocks, is_admitted in ((num_blocks, True), (num_blocks - 1, False)):
+        scheduler = make(num_blocks=blocks, max_num_seqs=4, admission="predict")
+        for i, (prompt, output) in enumerate(rows):
+            scheduler.add(request(f"r{i}", prompt=prompt, output=output))
+        plan, _ = step(scheduler, 0.0)
+        assert (len(plan.scheduled) == len(rows)) is is_admitted, blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
+def test_predict_that_knows_the_lengths_never_preempts(block_size):
+    """What is admitted fits to its end, whatever the blocks' ends."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        scheduler = make(
+            num_blocks=rng.randint(60, 90) // block_size + 1, block_size=block_size,
+            max_num_seqs=8, admission="predict",
+        )  # fmt: skip
+        scheduler.admission.predict = lambda r: r.max_tokens
+        _, plans = serve(scheduler, crowd(seed=seed))
+        assert not any(plan.preempted for plan in plans), seed
+
+
 def test_predict_admits_one_that_runs_alone():
     """Whatever it is expected to come to: nothing would ever be better."""
     scheduler = make(num_blocks=5, admission="predict")
@@ -525,6 +559,28 @@ def test_recomputed_tokens_are_counted_without_those_found_again():
     assert 0 < losses[True] < losses[False]
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_recomputed_tokens_are_those_computed_twice(caching, preemption):
+    """A request computes each of its tokens but the last once, less the cached beginning of
+    its prompt; whatever its turns come to beyond that was lost and computed again."""
+    num_recomputed = 0
+    for seed in range(8):
+        scheduler = make(
+            num_blocks=14, max_num_seqs=6, max_num_batched_tokens=12, preemption=preemption,
+            num_host_blocks=3, enable_prefix_caching=caching,
+        )  # fmt: skip
+        requests = crowd(n=12, seed=seed)
+        _, plans = serve(scheduler, requests)
+        turns = [row for plan in plans for row in plan.scheduled]
+        for r in requests:
+            num_computed = sum(row.num_tokens for row in turns if row.request is r)
+            once = r.num_tokens - 1 - r.num_cached_tokens
+            assert r.metrics.num_recomputed_tokens == num_computed - once, (seed, r)
+            num_recomputed += num_computed - once
+    assert num_recomputed > 50
+
+
 # ---- static batching -------------------------------------------------------------------
 
 
@@ -589,6 +645,23 @@ def test_everybody_behind_gets_a_token_when_all_have_several():
     scheduler.update(plan, {name: [1, 1, 1, 1, 1, 1, 1, 1] for name in "abc"}, 0.0)
     plan = scheduler.schedule(1.0)
     assert [row.num_tokens for row in plan.scheduled] == [8, 3, 1]
+
+
+@pytest.mark.parametrize("num_free, shares", [(3, [10, 1, 1]), (2, [11, 1]), (1, [12])])
+def test_no_token_is_left_for_a_victim(num_free, shares):
+    """Invariant 8: a has 12 tokens to compute, and what those behind it do not need is a's."""
+    scheduler = make(
+        max_num_seqs=3, max_num_batched_tokens=12, num_blocks=8, enable_prefix_caching=False
+    )
+    for name, prompt in (("a", 4), ("b", 5), ("c", 3)):
+        scheduler.add(request(name, prompt=prompt, output=20))
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, {"a": [1] * 12, "b": [1], "c": [1]}, 0.0)
+    # a needs 3 blocks more, for 10 tokens as for 12. b has 2, c has 1; they need none.
+    scheduler.allocator.allocate(scheduler.allocator.num_free_blocks - num_free)
+    plan, _ = step(scheduler, 1.0)
+    assert [row.num_tokens for row in plan.scheduled] == shares
+    assert len(plan.preempted) == 3 - len(shares)
 
 
 def test_what_a_victim_was_to_compute_goes_to_those_after_it():
