@@ -31,7 +31,7 @@ from nanobatch.models.config import MAX_EPS, ModelConfig
 from nanobatch.models.families import LLAMA, QWEN2, QWEN3, count
 from nanobatch.models.gguf_header import GgufHeader, GgufTensor, read_gguf
 from nanobatch.models.gguf_tokenizer import ends_of_text
-from nanobatch.models.rope_scaling import MIN_POSITIVE, scaling_fields
+from nanobatch.models.rope_scaling import MAX_CONTEXT, MIN_POSITIVE, scaling_fields
 from nanobatch.models.sampling_defaults import SamplingDefaults
 from nanobatch.utils.checks import check_choice, check_float, check_int
 
@@ -224,7 +224,7 @@ def _rope_fields(fields: dict, arch: str, sizes: dict, freqs: GgufTensor | None)
     if name not in fields:
         name = f"{arch}.rope.scale_linear"  # its old name
     factor = fields.get(name, 0)
-    check_float(name, factor, 0.0)
+    check_float(name, factor, 0.0, MAX_CONTEXT)
     original_name = f"{arch}.rope.scaling.original_context_length"
     scaling = {
         "rope_type": "default" if factor == 0 else rope_type.replace("none", "default"),

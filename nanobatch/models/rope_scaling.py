@@ -55,6 +55,7 @@ def scaling_fields(rope: Mapping, dim: int, max_position: int) -> dict:
     if rope_type == "longrope":
         return _longrope(rope, dim, max_position)
     factor = _positive(rope, "factor")
+    check_float("factor", factor, MIN_POSITIVE, MAX_CONTEXT)
     if rope_type == "linear":
         return {"rope_divisors": (factor,) * (dim // 2)}
     if rope_type == "llama3":

@@ -1,5 +1,6 @@
 """Fixtures of the tests that load checkpoints."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,3 +11,17 @@ from small_checkpoint import write_checkpoint
 def checkpoint(tmp_path) -> Path:
     """A directory with a good checkpoint of one tiny layer, and no tokenizer."""
     return write_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def no_waiting():
+    """A read that waits for ever is an error."""
+
+    def fail(*_):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -4,6 +4,8 @@ Also what those tests share: loading it, and the message with which it is refuse
 """
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,27 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+NO_FILES = ["fifo", "socket", "device", "directory"]
+
+
+def put(kind: str, file: Path) -> None:
+    """Something in the place of a file that is no file."""
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "socket":
+        home = os.getcwd()
+        os.chdir(file.parent)  # a socket's path is at most 107 bytes
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(file.name)
+        os.chdir(home)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
 
 
 def load(path, **config) -> LLM:

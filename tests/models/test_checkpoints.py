@@ -8,8 +8,6 @@ test_models.py.
 
 import json
 import os
-import signal
-import socket
 import time
 from pathlib import Path
 from random import Random
@@ -21,6 +19,7 @@ from small_checkpoint import (
     CONFIG,
     FF,
     LAYER,
+    NO_FILES,
     SHAPES,
     D,
     E,
@@ -29,6 +28,7 @@ from small_checkpoint import (
     fault_in,
     greedy,
     load,
+    put,
     refusal,
     tensors,
 )
@@ -170,44 +170,11 @@ def test_sizes_that_no_file_holds_are_refused_before_anything_is_made(
     assert time.monotonic() - start < 5
 
 
-NO_FILES = ["fifo", "socket", "device", "directory"]
 OPENED = ["config.json", "generation_config.json", "model.safetensors",
           "model.safetensors.index.json", "shard.safetensors", "tokenizer.json",
           "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
           "merges.txt", "tokenizer.model", "chat_template.jinja",
           "additional_chat_templates/one.jinja", "byte_tokenizer"]  # fmt: skip
-
-
-def put(kind: str, file: Path) -> None:
-    """Something in the place of a file that is no file."""
-    file.unlink(missing_ok=True)
-    file.parent.mkdir(exist_ok=True)
-    if kind == "fifo":
-        os.mkfifo(file)
-    elif kind == "socket":
-        home = os.getcwd()
-        os.chdir(file.parent)  # a socket's path is at most 107 bytes
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(file.name)
-        os.chdir(home)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    else:
-        file.mkdir()
-
-
-@pytest.fixture
-def no_waiting():
-    """A read that waits for ever is an error."""
-
-    def fail(*_):
-        raise TimeoutError("it waits")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and devices are Unix's")

@@ -5,6 +5,7 @@ of the `gguf` package; that good files give the logits of transformers is tested
 test_models.py.
 """
 
+import os
 import struct
 import time
 from random import Random
@@ -17,12 +18,14 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from small_checkpoint import (
     GGUF_FIELDS,
     LAYER,
+    NO_FILES,
     D,
     E,
     V,
     fault_in,
     greedy,
     load,
+    put,
     refusal,
     tensors,
     write_gguf,
@@ -204,6 +207,7 @@ def test_the_factor_of_rope_as_llama_cpp_reads_it(tmp_path, changes, divisor):
 @pytest.mark.parametrize("changes", [
     {"rope.scaling.type": "longrope"}, {"rope.scaling.type": "dynamic"},
     {"rope.scaling.factor": -4.0}, {"rope.scaling.factor": float("nan")},
+    {"rope.scaling.factor": 1e30},
     {"rope.scaling.factor": "4"}, {"rope.freq_base": 0.5}, {"rope.freq_base": float("inf")},
     {"attention.layer_norm_rms_epsilon": 0.0}, {"attention.layer_norm_rms_epsilon": 0.5},
 ], ids=str)  # fmt: skip
@@ -452,6 +456,11 @@ def test_a_number_of_files_that_cannot_be(tmp_path, changes):
     assert "split.count" in fault_in(write_gguf(tmp_path, more=changes))
 
 
-def test_a_file_that_is_no_file(tmp_path):
-    (tmp_path / "model.gguf").mkdir()
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and devices are Unix's")
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_a_file_that_is_no_file(tmp_path, no_waiting, kind):
+    first, second, _ = write_split(tmp_path)
+    put(kind, second)
+    assert "regular file" in fault_in(second, first)
+    put(kind, tmp_path / "model.gguf")
     assert "regular file" in refusal(tmp_path / "model.gguf")

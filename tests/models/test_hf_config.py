@@ -186,6 +186,7 @@ def test_a_field_that_is_absurd(checkpoint, field, value):
     "rope, culprit",
     [
         ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "linear", "factor": 1e300}, "factor"),
         ({"type": "dynamic", "factor": 2.0}, "dynamic"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"full_attention": {"rope_type": "default"}}, "full_attention"),

@@ -1,8 +1,10 @@
 """How much memory is free, by files of /proc and /sys as Linux writes them."""
 
 import pytest
+import torch
 
-from nanobatch.utils import memory
+from nanobatch.utils import device, memory
+from nanobatch.utils.device import free_bytes
 
 GIB = 2**30
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: {} kB\nSwapFree: {} kB\nHugePages_Total: 0\n"
@@ -63,3 +65,12 @@ def test_a_container_without_a_limit(system, limit):
 def test_a_container_over_its_limit_has_nothing(system):
     system({"proc/self/cgroup": "0::/\n", "cgroup/memory.max": 5, "cgroup/memory.current": 9})
     assert memory.free_memory() == 0
+
+
+def test_a_gpu_has_what_is_free_and_what_torch_keeps_for_later(monkeypatch):
+    numbers = {"mem_get_info": (5, 100), "memory_reserved": 30, "memory_allocated": 20}
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
+    assert free_bytes(torch.device("cuda")) == 15
+    monkeypatch.setattr(device, "free_memory", lambda: 7)
+    assert free_bytes(torch.device("cpu")) == 7
