@@ -115,21 +115,40 @@ def test_tensors_that_say_nothing_new_are_passed_over(checkpoint):
     assert greedy(load(checkpoint), [1, 2]) == wanted
 
 
-NO_WEIGHTS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32,
-              torch.int64, torch.uint64, torch.bool, torch.float8_e4m3fn,
-              torch.float8_e5m2]  # fmt: skip
+# safetensors' names of the types that no weight has, and their sizes in bytes.
+NO_WEIGHTS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2,
+              "U32": 4, "I32": 4, "U64": 8, "I64": 8}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", NO_WEIGHTS, ids=str)
+def write_safetensors(file: Path, dtypes: dict[str, str]) -> None:
+    """All tensors in float32 but for some, by hand: torch does not save all types."""
+    header, data = {}, b""
+    for name, weight in tensors().items():
+        dtype = dtypes.get(name, "F32")
+        piece = weight.numpy().tobytes()
+        if dtype != "F32":
+            piece = bytes(weight.numel() * NO_WEIGHTS[dtype])
+        ends = [len(data), len(data) + len(piece)]
+        header[name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": ends}
+        data += piece
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("dtype", NO_WEIGHTS)
 def test_numbers_that_no_weight_has(checkpoint, dtype):
     """Integers are quantized weights, and mean nothing without their scales."""
+    file = checkpoint / "model.safetensors"
+    write_safetensors(file, {})
+    build(checkpoint)
     for name in SHAPES:
-        weights = tensors()
-        weights[name] = torch.ones(SHAPES[name]).to(dtype)
-        save_file(weights, checkpoint / "model.safetensors")
-        with pytest.raises(ValueError) as refused:
+        write_safetensors(file, {name: dtype})
+        with pytest.raises(ValueError, match=f"{name} has dtype {dtype}") as refused:
             build(checkpoint)
-        assert all(part in str(refused.value) for part in (str(checkpoint), name, "dtype"))
+        assert str(refused.value).startswith(f"{file}: ")
+
+
+def test_numbers_that_a_weight_may_have(checkpoint):
     for good in (torch.float16, torch.bfloat16, torch.float64):
         save_file({name: x.to(good) for name, x in tensors().items()},
                   checkpoint / "model.safetensors")  # fmt: skip

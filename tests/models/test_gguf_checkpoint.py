@@ -407,8 +407,11 @@ def write_split(path, num_parts: int = 3):
         writer = gguf.GGUFWriter(part, "llama")
         for key, kv in whole.fields.items() if i == 0 else ():
             if not key.startswith("GGUF.") and key != "general.architecture":
-                sub_type = kv.types[-1] if len(kv.types) > 1 else None
-                writer.add_key_value(key, kv.contents(), kv.types[0], sub_type=sub_type)
+                value = kv.contents()
+                if isinstance(value, list):
+                    writer.add_array(key, value)
+                else:
+                    writer.add_key_value(key, value, kv.types[0])
         writer.add_uint16("split.no", i)
         writer.add_uint16("split.count", num_parts)
         writer.add_int32("split.tensors.count", len(whole.tensors))
