@@ -197,7 +197,7 @@ MUTATIONS = {
     "nan-is-a-token": Mutation("sampler.py", "is_ok_S = is_number_S & logits_SV", "is_ok_S = logits_SV", "tests/test_sampler.py"),
     "penalty-counts-the-prompt": Mutation("sampler.py", "counts = Counter(row.output_token_ids)", "counts = Counter([*row.prompt_token_ids, *row.output_token_ids])", "tests/test_sampler.py"),
     "min-tokens-ignored": Mutation("sampler.py", "num_output < params.min_tokens and len", "num_output < 0 and len", "tests/test_sampler.py"),
-    "digits-stay-together": Mutation("models/gguf_tokenizer.py", "(r\"\\p{N}\", _GPT2)", "(_GPT2,)", "tests/models/test_gguf_tokenizer.py"),
+    "digits-stay-together": Mutation("models/pre_tokenizers.py", "(r\"\\p{N}\", _GPT2)", "(_GPT2,)", "tests/models/test_gguf_tokenizer.py"),
     "only-eos-ends-a-text": Mutation("models/gguf_tokenizer.py", "for name in (\"eos\", \"eot\", \"eom\")", "for name in (\"eos\",)", "tests/models/test_gguf_tokenizer.py"),
     "user-defined-is-not-shown": Mutation("models/gguf_tokenizer.py", "special=kind != USER_DEFINED", "special=True", "tests/models/test_gguf_tokenizer.py"),
     "worst-score-first": Mutation("models/gguf_tokenizer.py", "key=lambda i: -scores[i]", "key=lambda i: scores[i]", "tests/models/test_gguf_tokenizer.py"),

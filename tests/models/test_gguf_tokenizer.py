@@ -18,7 +18,8 @@ from small_checkpoint import V, configure, fault_in, greedy, load, write_gguf
 
 from nanobatch import SamplingParams
 from nanobatch.models import loader
-from nanobatch.models.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from nanobatch.models.gguf_tokenizer import gguf_tokenizer
+from nanobatch.models.pre_tokenizers import PRE_TOKENIZERS
 
 KEY = "tokenizer.ggml."
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
