@@ -189,9 +189,17 @@ class LLMEngine:
             self._aborted.append(self.output(request))
         return bool(requests)
 
+    def discard(self, requests: Sequence[Request]) -> None:
+        """End those of the requests that live, and show nothing more of any of them."""
+        ids = {request.request_id for request in requests}
+        for request in requests:
+            if self.scheduler.get(request.request_id) is request:
+                self.abort(request.request_id)
+        self._aborted = [output for output in self._aborted if output.request_id not in ids]
+
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.has_unfinished()
+        """Whether any request waits or runs, or step() has an abort to show."""
+        return bool(self._aborted) or self.scheduler.has_unfinished()
 
     # ------------------------------------------------------------------------------ one step
 
@@ -213,9 +221,8 @@ class LLMEngine:
     def end_step(self, plan: SchedulerOutput, result: StepResult) -> list[Request]:
         """Record what the runner computed; return the requests that got a token or failed."""
         now = self.clock.now()
-        allocator = self.scheduler.allocator
-        num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
-        self.stats.count_step(plan, self.config, num_blocks_in_use)
+        pool = self.scheduler.allocator
+        self.stats.count_step(plan, self.config, pool.num_blocks - pool.num_free_blocks)
         live = [e.request for e in plan.scheduled if e.request.finish_reason is None]
         failed = [r for r in live if r.request_id in result.errors] if result.errors else []
         for request in failed:
@@ -244,15 +251,12 @@ class LLMEngine:
         """A request's output so far. A finished request is forgotten by this call."""
         output = self._outputs[request.request_id].take()
         if request.is_finished:
-            self._forget(request)
-        return output
-
-    def _forget(self, request: Request) -> None:
-        del self._outputs[request.request_id]
-        if request.group is not None:
+            del self._outputs[request.request_id]
+        if request.is_finished and request.group is not None:
             self._groups[request.group].remove(request.request_id)
             if not self._groups[request.group]:
                 del self._groups[request.group]
+        return output
 
 
 def check_same_cache(config: EngineConfig, of_runner: EngineConfig) -> None:

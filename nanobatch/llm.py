@@ -227,8 +227,7 @@ class LLM:
     def _release(self, requests: list[Request]) -> None:
         for request in requests:
             self._sinks.pop(request.request_id, None)
-            if not request.is_finished:
-                self.engine.abort(request.request_id)
+        self.engine.discard(requests)
 
     def _bar(self, total: int, shown: bool):
         from tqdm.auto import tqdm

@@ -886,6 +886,42 @@ def test_an_aborted_id_may_be_used_at_once(state):
     assert run_to_end(engine)["a"].token_ids == [97, 98]
 
 
+@pytest.mark.parametrize("target, num_ended", [("a", 1), ("x", 3)])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_the_usual_loop_sees_the_abort_of_the_last_request(target, num_ended, num_steps):
+    """has_unfinished() is true until step() has shown it, of a group too; then it is not."""
+    engine = scripted()
+    params = SamplingParams(n=3 if target == "x" else 1, max_tokens=9)
+    engine.add_request("abcabc", params, request_id=target)
+    for _ in range(num_steps):
+        engine.step()
+    assert engine.abort(target)
+    assert not engine.scheduler.has_unfinished() and engine.has_unfinished()
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+        assert len(outputs) <= num_ended
+    assert [out.finish_reason for out in outputs] == ["abort"] * num_ended
+    assert engine.step() == []
+    assert_all_blocks_free(engine)
+
+
+def test_what_is_discarded_is_not_shown():
+    """Aborted before, running or waiting: nobody is there to see it; others are."""
+    engine = scripted(max_num_seqs=2)
+    requests = {name: engine.prepare("abc", SamplingParams(), name) for name in "abcd"}
+    for family in requests.values():
+        engine.submit(family)
+    engine.step()
+    engine.abort("a"), engine.abort("d")
+    engine.discard([r for name in "abc" for r in requests[name]])
+    assert engine.has_unfinished(), "d is to be shown"
+    assert [out.request_id for out in engine.step()] == ["d"]
+    assert not engine.has_unfinished()
+    engine.discard(requests["a"])  # and again, which changes nothing
+    assert_all_blocks_free(engine)
+
+
 def test_abort_of_the_finished_and_of_the_unknown():
     engine = scripted()
     engine.add_request("x", SamplingParams(max_tokens=1), request_id="a")
@@ -1301,6 +1337,10 @@ def test_a_dropped_stream_aborts():
     assert len(llm.engine.scheduler.running) == 1
     assert [out.finish_reason for out in kept][-1] == "length"
     assert_all_blocks_free(llm.engine)
+    last = llm.stream("Once", greedy(50, n=2))
+    next(last)
+    last.close()
+    assert not llm.engine.has_unfinished(), "nobody steps any more"
 
 
 def test_a_stream_whose_request_is_aborted_ends():
