@@ -123,6 +123,7 @@ MUTATIONS = {
     "kernel-empty-split-counts": Mutation("paged_attention_kernel.py", "tl.store(sum_ptr + part_M, sum_M, mask=is_row_M)", "tl.store(sum_ptr + part_M, sum_M, mask=is_row_M & (sum_M > 0))", "tests/kernels/test_kernels.py"),
     "kernel-no-maximum": Mutation("paged_attention_kernel.py", "max_M = tl.full([BLOCK_M], float(\"-inf\"), tl.float32)", "max_M = tl.full([BLOCK_M], 0.0, tl.float32)", "tests/kernels/test_kernels.py"),
     "kernel-slot-minus-one": Mutation("kernels/triton_ops.py", "        if slot < 0:\n            return\n", "", "tests/kernels/test_kernels.py"),
+    "any-numpy-for-the-interpreter": Mutation("kernels/ops.py", "triton_version < (3, 7) and numpy_version >= (2, 4)", "triton_version < (3, 7) and numpy_version >= (2, 5)", "tests/kernels/test_kernels.py"),
     # ---- a cache in 8 bits
     "values-without-their-scale": Mutation("extensions/quantized_kernels.py", "        p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values\n", "", "tests/extensions/test_kv_cache.py"),
     "pairs-the-wrong-way-round": Mutation("extensions/quantized_kernels.py", "tl.interleave(even_MX, odd_MX)", "tl.interleave(odd_MX, even_MX)", "tests/extensions/test_kv_cache.py"),

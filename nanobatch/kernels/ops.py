@@ -185,10 +185,19 @@ def check_triton(on_cuda: bool, block_size: int) -> None:
     is_power_of_two = next_power_of_two(block_size) == block_size
     if not is_power_of_two:
         raise ValueError(f"block_size is {block_size}; the Triton kernels need a power of two")
+    import numpy
     import triton
 
     if not on_cuda and not triton.knobs.runtime.interpret:
         raise ValueError(
             "attention_backend is 'triton' and the device is 'cpu'; set TRITON_INTERPRET=1 "
             "before triton is imported, or use 'torch'"
+        )
+    triton_version, numpy_version = (
+        tuple(map(int, x.__version__.split(".")[:2])) for x in (triton, numpy)
+    )
+    if not on_cuda and triton_version < (3, 7) and numpy_version >= (2, 4):
+        raise ValueError(
+            f"numpy is {numpy.__version__}; it must be < 2.4 for the interpreter of triton "
+            f"{triton.__version__}: install numpy<2.4 or triton>=3.7, or use 'torch'"
         )

@@ -183,6 +183,33 @@ def test_slots_past_31_bits():
     assert (cache[last, 0, 2] == 7).all()
 
 
+@pytest.mark.parametrize(
+    "triton_version, numpy_version, is_refused",
+    [
+        ("3.5.0", "1.26.0", False),
+        ("3.5.0", "2.3.5", False),
+        ("3.5.1", "2.4.6", True),  # "only 0-dimensional arrays can be converted"
+        ("3.6.0", "2.4.6", True),
+        ("3.7.0", "2.4.6", False),
+        ("3.6.0", "2.10.0", True),  # these two: 10 is more than 4
+        ("3.10.0", "2.4.6", False),
+    ],
+)
+def test_numpy_that_breaks_triton_s_interpreter_is_refused(
+    triton_version, numpy_version, is_refused, monkeypatch
+):
+    """Each pair as these tests found it when they ran with it."""
+    monkeypatch.setattr("triton.__version__", triton_version)
+    monkeypatch.setattr("numpy.__version__", numpy_version)
+    choose_backend = attention.choose_backend
+    if is_refused:
+        with pytest.raises(ValueError, match=f"numpy is {numpy_version}; it must be < 2.4 for"):
+            choose_backend("triton", "cpu", block_size=16)
+    else:
+        assert choose_backend("triton", "cpu", block_size=16).name == "triton"
+    assert choose_backend("triton", "cuda", block_size=16).name == "triton"
+
+
 def test_block_sizes_that_are_no_power_of_two_are_refused():
     args = case([(1, 5)], P=3)
     with pytest.raises(ValueError, match="block_size is 3.*power of two"):
