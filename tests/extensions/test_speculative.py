@@ -533,4 +533,4 @@ def test_bench_says_what_drafts_gain(tmp_path, capsys):
     assert "tokens a step" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["speculative", "draft"])
-    assert "draft_model is None" in capsys.readouterr().err
+    assert "--draft-model is None" in capsys.readouterr().err
