@@ -48,7 +48,8 @@ class EngineConfig:
         num_blocks: blocks in the pool; None: on a CPU what max_num_seqs requests of
             max_model_len need, at most 2 GiB; on a GPU what its memory has left after the
             weights and one step of the largest size (ModelRunner.config has the number).
-        num_host_blocks: blocks of host memory to swap to.
+        num_host_blocks: blocks of host memory, for preemption by swap; None: as many as the
+            pool has, in at most 4 GiB (for each process that shares the model).
         max_num_seqs: most requests in `running` at once.
         max_num_batched_tokens: the token budget of one step.
         max_model_len: most tokens of a request, prompt and output; None: the model's own.
@@ -95,7 +96,7 @@ class EngineConfig:
 
     block_size: int = 16
     num_blocks: int | None = None
-    num_host_blocks: int = 0
+    num_host_blocks: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
@@ -124,7 +125,8 @@ class EngineConfig:
         check_int("block_size", self.block_size, 1)
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, 1)
-        check_int("num_host_blocks", self.num_host_blocks, 0)
+        if self.num_host_blocks is not None:
+            check_int("num_host_blocks", self.num_host_blocks, 0)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_model_len is not None:
@@ -151,6 +153,14 @@ class EngineConfig:
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_int("seed", self.seed, -(2**63), 2**63 - 1)
         self._check_together()
+
+    @property
+    def num_swap_blocks(self) -> int:
+        """Blocks of host memory that a scheduler may swap to: as many as the pool has where
+        nobody who knows a block's bytes has set num_host_blocks; 0 without swap."""
+        if self.preemption != "swap":
+            return 0
+        return self.num_blocks if self.num_host_blocks is None else self.num_host_blocks
 
     def extensions(self, *settings: str) -> list[ModuleType]:
         """The extensions that the values of these settings need.

@@ -266,8 +266,9 @@ def check_same_cache(config: EngineConfig, of_runner: EngineConfig) -> None:
             f"config.block_size is {config.block_size}; the runner's is "
             f"{of_runner.block_size}: use runner.config"
         )
-    if config.num_blocks > of_runner.num_blocks:
-        raise ValueError(
-            f"config.num_blocks is {config.num_blocks}; the runner's cache has "
-            f"{of_runner.num_blocks}"
-        )
+    for name, asked, there in (
+        ("num_blocks", config.num_blocks, of_runner.num_blocks),
+        ("num_host_blocks", config.num_swap_blocks, of_runner.num_swap_blocks),
+    ):
+        if asked > there:
+            raise ValueError(f"config.{name} is {asked}; the runner's cache has {there}")

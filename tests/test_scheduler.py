@@ -902,7 +902,7 @@ BAD_SAMPLING_PARAMS = {
 BAD_ENGINE_CONFIG = {
     "block_size": [*NOT_INTS, None, 0, -1],
     "num_blocks": [*NOT_INTS, 0, -1],
-    "num_host_blocks": [*NOT_INTS, None, -1],
+    "num_host_blocks": [*NOT_INTS, -1],
     "max_num_seqs": [*NOT_INTS, None, 0, -1],
     "max_num_batched_tokens": [*NOT_INTS, None, 0, -1],
     "max_model_len": [*NOT_INTS, 0, -1],
@@ -987,8 +987,9 @@ def test_fields_that_contradict_each_other():
         EngineConfig(
             max_num_batched_tokens=512, max_model_len=513, enable_chunked_prefill=False
         )
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="num_host_blocks is 0; preemption by swap needs >= 1"):
         EngineConfig(preemption="swap", num_host_blocks=0)
+    EngineConfig(preemption="swap")
     EngineConfig(max_num_batched_tokens=512, max_model_len=512, enable_chunked_prefill=False)
     EngineConfig(max_num_batched_tokens=512, max_model_len=513)
 

@@ -61,7 +61,7 @@ FLAGS = {
     "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
     "block_size": {"type": int, "help": "tokens of a cache block"},
     "num_blocks": {"type": int, "help": "of the pool (default: what the GPU holds)"},
-    "num_host_blocks": {"type": int, "help": "in host memory, for --preemption swap"},
+    "num_host_blocks": {"type": int, "help": "to swap to (default: as the pool, <= 4 GiB)"},
     # All requests have the same priority here, so that policy is left out.
     "policy": {"choices": ("fcfs", "sjf"), "help": "which request is next"},
     "max_wait": {"type": float, "metavar": "SECONDS", "help": "after which a request is next"},
@@ -89,7 +89,7 @@ WORKLOAD = {
 ENGINE = {
     "max_num_seqs": 16, "max_num_batched_tokens": 128, "block_size": 16, "policy": "fcfs",
     "max_wait": None, "admission": "on_demand", "preemption": "recompute",
-    "num_host_blocks": 0, "kv_cache_dtype": "auto", "no_enable_prefix_caching": False,
+    "num_host_blocks": None, "kv_cache_dtype": "auto", "no_enable_prefix_caching": False,
     "tensor_parallel_size": 1,
 }  # fmt: skip
 # The least and the most of each number. What memory, a model or a pool can hold may be less.
@@ -99,7 +99,7 @@ RANGES = {
     "num_turns": (1, 1000), "max_tokens": (1, MAX_LENGTH), "num_replicas": (1, 1000),
     "seed": (-(2**63), 2**63 - 1),
     "max_num_seqs": (1, 10**5), "max_num_batched_tokens": (1, MAX_LENGTH),
-    "block_size": (1, 2**16), "num_blocks": (1, 10**7), "num_host_blocks": (0, 10**7),
+    "block_size": (1, 2**16), "num_blocks": (1, 10**7), "num_host_blocks": (1, 10**7),
     "max_wait": (0.0, 1e8), "tensor_parallel_size": (1, 1000),
     "num_speculative_tokens": (1, MAX_DRAFT_TOKENS),
 }  # fmt: skip

@@ -108,9 +108,8 @@ def policies(config: EngineConfig, longest: int) -> dict[str, System]:
 
 def preemptions(config: EngineConfig, longest: int) -> dict[str, System]:
     """What happens to a preempted request."""
-    num_host_blocks = config.num_host_blocks or 100_000
-    swap = replace(config, preemption="swap", num_host_blocks=num_host_blocks)
-    return {"recompute": System(replace(config, preemption="recompute")), "swap": System(swap)}
+    names = ("recompute", "swap")
+    return {name: System(replace(config, preemption=name)) for name in names}
 
 
 def routers(config: EngineConfig, longest: int) -> dict[str, System]:

@@ -11,6 +11,7 @@ Taught in notebooks/07_the_engine.ipynb. Source: vLLM (Kwon et al., SOSP 2023, s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -18,17 +19,17 @@ import torch
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.model_runner import ModelRunner
 from nanobatch.plan import SchedulerOutput
+from nanobatch.utils.cache_size import blocks_to_swap_to
 
 
 class HostCache:
-    """A runner's second KV cache, of num_host_blocks blocks in host memory.
+    """A runner's second KV cache, of num_blocks blocks in host memory.
 
     Raises:
         ValueError: it does not fit into memory.
     """
 
-    def __init__(self, runner: ModelRunner):
-        num_blocks = runner.config.num_host_blocks
+    def __init__(self, runner: ModelRunner, num_blocks: int):
         self.caches = runner.caches
         self.host_caches = runner.layout.allocate(
             "num_host_blocks", num_blocks, torch.device("cpu")
@@ -36,8 +37,12 @@ class HostCache:
 
     @classmethod
     def add_to(cls, runner: ModelRunner) -> None:
-        """Let a runner copy blocks before each step."""
-        runner.before_step.append(cls(runner).copy_blocks)
+        """Let a runner copy blocks before each step; its config gets num_host_blocks."""
+        config, num_blocks = runner.config, runner.config.num_host_blocks
+        if num_blocks is None:
+            num_blocks = blocks_to_swap_to(config.num_blocks, runner.layout.bytes_per_block)
+        runner.before_step.append(cls(runner, num_blocks).copy_blocks)
+        runner.config = dataclasses.replace(config, num_host_blocks=num_blocks)
 
     def copy_blocks(self, plan: SchedulerOutput) -> None:
         """Make the copies that a plan asks for."""

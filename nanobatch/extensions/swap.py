@@ -28,7 +28,7 @@ from nanobatch.utils.arithmetic import cdiv
 
 def attach(scheduler: Scheduler) -> None:
     """Let a scheduler preempt by swap."""
-    scheduler.preemption = Swap(scheduler.allocator, scheduler.config.num_host_blocks)
+    scheduler.preemption = Swap(scheduler.allocator, scheduler.config.num_swap_blocks)
 
 
 class Swap(Recompute):

@@ -31,6 +31,7 @@ from nanobatch.policies.admission import Admission
 from nanobatch.policies.ordering import Policy
 from nanobatch.request import Request, RequestMetrics
 from nanobatch.simulation.cost_model import CostModel
+from nanobatch.utils.cache_size import blocks_to_swap_to
 from nanobatch.utils.clock import VirtualClock
 
 SOME_TOKEN = [0]
@@ -208,7 +209,11 @@ def _settle(config: EngineConfig, cost_model: CostModel) -> EngineConfig:
     num_blocks = cost_model.num_blocks(config.gpu_memory_utilization)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
-    return dataclasses.replace(config, num_blocks=num_blocks)
+    num_host_blocks = config.num_host_blocks
+    if num_host_blocks is None:
+        of_each_gpu = cost_model.block_bytes // cost_model.tensor_parallel_size
+        num_host_blocks = blocks_to_swap_to(num_blocks, of_each_gpu)
+    return dataclasses.replace(config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 
 def metrics_of(replicas: Sequence[Replica]) -> list[RequestMetrics]:

@@ -2,8 +2,9 @@
 
     on a CPU    what max_num_seqs requests of max_model_len tokens need, at most 2 GiB
     on a GPU    what the weights and one step leave free (utils/device.py measures that)
+    to swap to  as many as the pool, in at most 4 GiB of host memory
 
-Used by the runner and by the simulator's cost model.
+Used by the runner, the host's cache and the simulator.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from nanobatch.utils.arithmetic import cdiv
 GIB = 2**30
 SCALE_BYTES = 2  # the scale of each row of 8-bit numbers (extensions/quantized_cache.py)
 CPU_CACHE_BYTES = 2 * GIB  # at most, unless num_blocks is given
+HOST_CACHE_BYTES = 4 * GIB  # at most, unless num_host_blocks is given; vLLM's swap_space
 MAX_CACHE_BYTES = 2**40
 MAX_AUTO_BLOCKS = 2**20  # for a small model on a large GPU, where memory sets no limit
 
@@ -37,6 +39,11 @@ def blocks_on_cpu(
 def blocks_on_gpu(free_bytes: int, bytes_per_block: int) -> int:
     """Blocks that fit into free_bytes; below 1 if none does."""
     return min(free_bytes // bytes_per_block, MAX_AUTO_BLOCKS)
+
+
+def blocks_to_swap_to(num_blocks: int, bytes_per_block: int) -> int:
+    """As many as a pool of num_blocks, within HOST_CACHE_BYTES, but at least one."""
+    return max(1, min(num_blocks, HOST_CACHE_BYTES // bytes_per_block))
 
 
 def check_cache_size(name: str, num_blocks: int, block_size: int, bytes_per_block: int) -> None:

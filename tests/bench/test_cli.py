@@ -156,7 +156,7 @@ def test_help_names_the_subcommands(capsys):
         ("speculative --num-speculative-tokens 999", "--num-speculative-tokens is 999"),
         # what contradicts each other, or is not there
         ("--max-num-batched-tokens 8 --max-num-seqs 9", "--max-num-batched-tokens is 8"),
-        ("--preemption swap", "--num-host-blocks is 0"),
+        ("--preemption swap --num-host-blocks 0", "--num-host-blocks is 0"),
         ("simulate llama-9@h100", "model is 'llama-9'"),
         ("simulate llama-2-7b@h9", "gpu is 'h9'"),
         (f"{SIMULATE} --tensor-parallel-size 5", "--tensor-parallel-size is 5"),

@@ -498,6 +498,17 @@ def test_what_does_not_fit_on_the_host_is_recomputed():
     assert requests[1].metrics.num_recomputed_tokens > 0
 
 
+def test_swap_alone_has_as_many_host_blocks_as_the_pool():
+    """A scheduler that nobody told otherwise; then each victim that has computed can swap."""
+    scheduler = make(num_blocks=6, max_num_seqs=4, preemption="swap")
+    assert scheduler.preemption.host.num_blocks == 6
+    requests = [request("first", prompt=7, output=12), request("second", prompt=5, output=12)]
+    _, plans = serve(scheduler, requests)
+    assert any(plan.swap_out for plan in plans) and any(plan.swap_in for plan in plans)
+    assert all(r.metrics.num_recomputed_tokens == 0 for r in requests)
+    assert make(num_blocks=6).config.num_swap_blocks == 0, "nothing is kept without swap"
+
+
 def test_abort_while_swapped_out_returns_the_host_s_blocks():
     """Invariant 11."""
     scheduler = make(num_blocks=5, max_num_seqs=4, preemption="swap", num_host_blocks=4)

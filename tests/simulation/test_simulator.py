@@ -27,6 +27,7 @@ from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.plan import ScheduledRequest, SchedulerOutput
 from nanobatch.simulation.cost_model import GPUS, CostModel
+from nanobatch.simulation.replica import Replica
 from nanobatch.simulation.simulator import make_cost_model
 from nanobatch.utils.arithmetic import keys_seen
 
@@ -415,6 +416,22 @@ def test_chunked_prefill_cuts_the_tail_of_inter_token_latency():
     m = compare("ladder", items, EngineConfig(max_num_seqs=32, max_num_batched_tokens=512))
     whole, chunked = m["continuous"], m["+ chunked prefill"]
     assert chunked["p99_itl_ms"] < 0.5 * whole["p99_itl_ms"]
+
+
+@pytest.mark.parametrize("gpus, num_blocks, expected", [
+    # Llama-3.1-8B: 32 layers, 8 KV heads of 128, keys and values in 2 bytes: 2 MiB a block of
+    # 16 tokens; 4 GiB are 2,048 of them, on each GPU.
+    (1, 5000, 2048), (1, 2048, 2048), (1, 2047, 2047), (4, 5000, 5000), (4, 9000, 8192),
+])  # fmt: skip
+def test_swap_alone_has_host_memory_for_as_many_blocks_within_4_gib(gpus, num_blocks, expected):
+    cost_model = make_cost_model("llama-3.1-8b", "a100-80gb", gpus)
+    replica = Replica(EngineConfig(preemption="swap", num_blocks=num_blocks), cost_model)
+    assert replica.engine.config.num_host_blocks == expected
+    assert replica.engine.scheduler.preemption.host.num_blocks == expected
+    replica = Replica(
+        EngineConfig(preemption="swap", num_blocks=num_blocks, num_host_blocks=7), cost_model
+    )
+    assert replica.engine.scheduler.preemption.host.num_blocks == 7
 
 
 def test_swap_saves_what_recompute_computes_again():
