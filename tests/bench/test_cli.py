@@ -190,6 +190,7 @@ def test_a_trace_leaves_nothing_to_draw(given, tmp_path, capsys, nothing_measure
         f"{SIMULATE} --num-replicas 2 --router least_loaded --num-turns 2",
         f"{SIMULATE} --request-rate inf,2 --burstiness 2",
         f"{SIMULATE} --policy sjf --max-wait 2 --preemption swap --num-host-blocks 9",
+        "--preemption swap",  # the host has as many blocks as the pool
         "--max-num-seqs 300",  # the default budget grows with the slots
     ],
 )
