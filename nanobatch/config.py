@@ -181,6 +181,20 @@ class EngineConfig:
                     "make the runner with llm.build_runner"
                 )
 
+    def check_fits(self, of_runner: EngineConfig) -> None:
+        """Raise ValueError if plans made with this would not fit into the runner's KV cache."""
+        if self.block_size != of_runner.block_size:
+            raise ValueError(
+                f"config.block_size is {self.block_size}; the runner's is "
+                f"{of_runner.block_size}: use runner.config"
+            )
+        for name, asked, there in (
+            ("num_blocks", self.num_blocks, of_runner.num_blocks),
+            ("num_host_blocks", self.num_swap_blocks, of_runner.num_swap_blocks),
+        ):
+            if asked > there:
+                raise ValueError(f"config.{name} is {asked}; the runner's cache has {there}")
+
     def _check_together(self):
         if self.max_num_batched_tokens < self.max_num_seqs:
             # Every running request gets at least one token in every step (invariant 9).

@@ -19,8 +19,6 @@ import os.path
 from collections.abc import Sequence
 from typing import Protocol
 
-from nanobatch.request import Request, RequestOutput
-
 
 class Stream(Protocol):
     """Tokens in, text out as soon as it is certain."""
@@ -152,66 +150,3 @@ class IncrementalDetokenizer:
             if any(n < len(s) and s.startswith(tail) for s in self._stop):
                 return n
         return 0
-
-
-class OutputStream:
-    """One request's output: its text if there is a tokenizer, its log-probabilities if asked.
-
-    Attributes:
-        stopped: a stop string was completed.
-        error: why the request has failed, or None.
-    """
-
-    def __init__(self, request: Request, tokenizer: Tokenizer | None):
-        params = request.params
-        self._request, self._detokenizer = request, None
-        if tokenizer is not None:
-            stream = tokenizer.stream(request.prompt_token_ids)
-            self._detokenizer = IncrementalDetokenizer(stream, params.stop, params.min_tokens)
-        self._logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-        self._num_tokens = 0
-        self.stopped = False
-        self.error: str | None = None
-
-    def extend(self, logprobs: Sequence[dict[int, float]]) -> int:
-        """Take the request's new tokens, and drop those after a stop string; return how many
-        it keeps.
-
-        Args:
-            logprobs: of the new tokens; empty if none were asked for.
-        """
-        request, detokenizer = self._request, self._detokenizer
-        if detokenizer is not None:
-            hidden = request.stop_token_ids + request.eos_token_ids
-            new_token_ids = request.output_token_ids[self._num_tokens :]
-            request.drop_tokens(detokenizer.extend(new_token_ids, hidden))
-            if request.is_finished:
-                detokenizer.finish()
-            self.stopped = detokenizer.stopped
-        num_new = len(request.output_token_ids) - self._num_tokens
-        if self._logprobs is not None:
-            self._logprobs += logprobs[:num_new]
-        self._num_tokens += num_new
-        return num_new
-
-    def take(self) -> RequestOutput:
-        """The output so far; `delta` is the text that became certain since the last call."""
-        request, detokenizer, logprobs = self._request, self._detokenizer, self._logprobs
-        output = RequestOutput(
-            request_id=request.request_id,
-            text="",
-            delta="" if detokenizer is None else detokenizer.take_delta(request.is_finished),
-            token_ids=[],
-            logprobs=None,
-            finish_reason=request.finish_reason,
-            finished=request.is_finished,
-            metrics=request.metrics,
-            error=self.error,
-        )
-        # These grow with every step: whoever reads them pays for the copy.
-        output.read_later("token_ids", request.output_token_ids)
-        if detokenizer is not None:
-            output.read_later("text", detokenizer.deltas, "".join)
-        if logprobs is not None:
-            output.read_later("logprobs", logprobs)
-        return output

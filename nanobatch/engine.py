@@ -9,7 +9,8 @@
 
 The runner may be a model (ModelRunner), a cost model (SimulatedRunner) or three lines in a
 test: anything with `run(plan) -> StepResult`. If it raises, nothing of the step is recorded,
-and the next step plans the same work again.
+and the next step plans the same work again. If a policy, a clock or a tokenizer raises, so too
+(recovery.py). Ctrl-C takes effect between steps, and threads take turns (utils/interrupts.py).
 
 Always holds: a request that is refused changes nothing; nothing is kept of a finished one. An
 abort shows once, in the outputs of the next step, and frees every block (invariant 11). NaN
@@ -20,20 +21,25 @@ Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLMEngine.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+from collections import deque
 from collections.abc import Sequence
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, extension_for
-from nanobatch.detokenizer import OutputStream, Tokenizer, check_stop
+from nanobatch.detokenizer import Tokenizer, check_stop
 from nanobatch.metrics import EngineStats
+from nanobatch.outputs import Outputs, OutputStream
 from nanobatch.plan import Runner, SchedulerOutput, StepResult
 from nanobatch.policies.admission import Admission
 from nanobatch.policies.ordering import Policy
+from nanobatch.recovery import recovering
 from nanobatch.request import Request, RequestOutput, SamplingParams, check_request_id
 from nanobatch.scheduler import Scheduler
 from nanobatch.utils.clock import WallClock
+from nanobatch.utils.interrupts import Guard
 
 
 class LLMEngine:
@@ -64,7 +70,7 @@ class LLMEngine:
             raise ValueError(
                 "config.num_blocks is None; the engine needs a number >= 1: see runner.config"
             )
-        check_same_cache(config, getattr(runner, "config", config))
+        config.check_fits(getattr(runner, "config", config))
         allocator = BlockAllocator(
             config.num_blocks, config.block_size, config.enable_prefix_caching
         )
@@ -74,11 +80,11 @@ class LLMEngine:
         self.clock = WallClock() if clock is None else clock
         self.scheduler = Scheduler(config, allocator, policy, admission)
         self.stats = EngineStats()
-        self._outputs: dict[str, OutputStream] = {}  # by request id
-        self._groups: dict[str, list[str]] = {}  # live request ids by Request.group
-        self._aborted: list[RequestOutput] = []  # to show in the next step
+        self.outputs = Outputs()
+        self._recovering = functools.partial(recovering, self.scheduler, self.outputs)
         self._ids = itertools.count()
         self._num_arrived = 0
+        self.guard = Guard()  # held by step, submit, abort and discard
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -137,18 +143,18 @@ class LLMEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Enqueue what prepare() made; all or, with a ValueError, nothing."""
-        self._check(requests)
-        for request in requests:
-            if request.seed is None:
-                # From the engine's seed and the order of arrival: a fresh engine repeats it.
-                text = f"{self.config.seed}/{self._num_arrived}".encode()
-                digest = hashlib.blake2b(text, digest_size=7).digest()
-                request.seed = int.from_bytes(digest, "big")
-            self._num_arrived += 1
-            self.scheduler.add(request)
-            self._outputs[request.request_id] = OutputStream(request, self.tokenizer)
-            if request.group is not None:
-                self._groups.setdefault(request.group, []).append(request.request_id)
+        with self.guard:
+            self._check(requests)
+            streams = [OutputStream(request, self.tokenizer) for request in requests]
+            with self._recovering(ended=requests):
+                for request, stream in zip(requests, streams, strict=True):
+                    if request.seed is None:  # the same in a fresh engine, by order of arrival
+                        text = f"{self.config.seed}/{self._num_arrived}".encode()
+                        digest = hashlib.blake2b(text, digest_size=7).digest()
+                        request.seed = int.from_bytes(digest, "big")
+                    self._num_arrived += 1
+                    self.scheduler.add(request)
+                    self.outputs.add(stream)
 
     def _check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if a request cannot be added, or an id or group id is live."""
@@ -159,7 +165,7 @@ class LLMEngine:
             self.scheduler.check(request)
 
     def _is_live(self, name: str | None) -> bool:
-        return name in self._groups or self.scheduler.get(name) is not None
+        return name in self.outputs.groups or self.scheduler.get(name) is not None
 
     def _new_id(self) -> str:
         return next(name for name in map(str, self._ids) if not self._is_live(name))
@@ -182,55 +188,71 @@ class LLMEngine:
     def abort(self, request_id: str) -> bool:
         """End a request, or all of a group, at any time; False if none of that id is live."""
         check_request_id(request_id)
-        ids = self._groups.get(request_id, [request_id])
-        requests = [r for r in map(self.scheduler.get, ids) if r is not None]
-        for request in requests:
-            self.scheduler.finish(request, "abort", self.clock.now())
-            self._aborted.append(self.output(request))
+        with self.guard:
+            ids = self.outputs.groups.get(request_id, [request_id])
+            requests = [r for r in map(self.scheduler.get, ids) if r is not None]
+            self._end(requests)
         return bool(requests)
 
     def discard(self, requests: Sequence[Request]) -> None:
         """End those of the requests that live, and show nothing more of any of them."""
-        ids = {request.request_id for request in requests}
-        for request in requests:
-            if self.scheduler.get(request.request_id) is request:
-                self.abort(request.request_id)
-        self._aborted = [output for output in self._aborted if output.request_id not in ids]
+        with self.guard:
+            self._end([r for r in requests if self.scheduler.get(r.request_id) is r])
+            ids = {request.request_id for request in requests}
+            ready = self.outputs.ready
+            self.outputs.ready = deque(out for out in ready if out.request_id not in ids)
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        self.outputs.mark(requests)
+        with self._recovering(ended=requests):
+            for request in requests:
+                self.scheduler.finish(request, "abort", self.clock.now())
+            self.outputs.make_ready(requests)
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or step() has an abort to show."""
-        return bool(self._aborted) or self.scheduler.has_unfinished()
+        return bool(self.outputs.ready) or self.scheduler.has_unfinished()
 
     # ------------------------------------------------------------------------------ one step
 
     def step(self) -> list[RequestOutput]:
         """One iteration; outputs for every request that got a token or ended."""
+        with self.guard:
+            self.advance()
+        with self.guard.lock:  # if Ctrl-C has waited, they wait for the next step
+            ready, self.outputs.ready = self.outputs.ready, deque()
+            return list(ready)
+
+    def advance(self) -> None:
+        """One iteration, which adds to outputs.ready. The guard is held."""
         plan = self.begin_step()
-        requests = []
         if plan.scheduled:
-            requests = self.end_step(plan, self.runner.run(plan))
-        aborted, self._aborted = self._aborted, []
-        return aborted + [self.output(request) for request in requests]
+            result = self.runner.run(plan)
+            with self._recovering():
+                self.outputs.make_ready(self.end_step(plan, result))
 
     def begin_step(self) -> SchedulerOutput:
         """Plan a step. With nothing to do the plan is empty."""
-        plan = self.scheduler.schedule(self.clock.now())
+        with self._recovering():
+            plan = self.scheduler.schedule(self.clock.now())
         self.stats.num_preemptions += len(plan.preempted)
         return plan
 
     def end_step(self, plan: SchedulerOutput, result: StepResult) -> list[Request]:
         """Record what the runner computed; return the requests that got a token or failed."""
         now = self.clock.now()
-        pool = self.scheduler.allocator
-        self.stats.count_step(plan, self.config, pool.num_blocks - pool.num_free_blocks)
         live = [e.request for e in plan.scheduled if e.request.finish_reason is None]
+        self.outputs.mark(live)
+        allocator = self.scheduler.allocator
+        num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
         failed = [r for r in live if r.request_id in result.errors] if result.errors else []
         for request in failed:
             live.remove(request)
-            self._outputs[request.request_id].error = result.errors[request.request_id]
+            self.outputs.streams[request.request_id].error = result.errors[request.request_id]
             self.scheduler.finish(request, "error", now)
         self.scheduler.update(plan, result.token_ids, now)
         counts = [self._take_tokens(request, result, now) for request in live]
+        self.stats.count_step(plan, self.config, num_blocks_in_use)
         self.stats.count_output(counts)
         if 0 in counts:  # a chunk of a prompt gives no token
             live = [r for r, num_new in zip(live, counts, strict=True) if num_new > 0]
@@ -239,36 +261,15 @@ class LLMEngine:
     def _take_tokens(self, request: Request, result: StepResult, now: float) -> int:
         """Add a request's new tokens to its output; return how many it keeps. A stop string
         that is complete ends the request, and wins over "length"."""
-        output = self._outputs[request.request_id]
+        output = self.outputs.streams[request.request_id]
         num_new = output.extend(result.logprobs.get(request.request_id, ()))
-        if output.stopped and request.is_finished:
-            request.finish_reason = "stop"
-        elif output.stopped:
-            self.scheduler.finish(request, "stop", now)
+        reason = "error" if output.error is not None else "stop" if output.stopped else None
+        if reason is not None and request.is_finished:
+            request.finish_reason = reason
+        elif reason is not None:
+            self.scheduler.finish(request, reason, now)
         return num_new
 
     def output(self, request: Request) -> RequestOutput:
         """A request's output so far. A finished request is forgotten by this call."""
-        output = self._outputs[request.request_id].take()
-        if request.is_finished:
-            del self._outputs[request.request_id]
-        if request.is_finished and request.group is not None:
-            self._groups[request.group].remove(request.request_id)
-            if not self._groups[request.group]:
-                del self._groups[request.group]
-        return output
-
-
-def check_same_cache(config: EngineConfig, of_runner: EngineConfig) -> None:
-    """Raise ValueError if the engine's plans would not fit into the runner's KV cache."""
-    if config.block_size != of_runner.block_size:
-        raise ValueError(
-            f"config.block_size is {config.block_size}; the runner's is "
-            f"{of_runner.block_size}: use runner.config"
-        )
-    for name, asked, there in (
-        ("num_blocks", config.num_blocks, of_runner.num_blocks),
-        ("num_host_blocks", config.num_swap_blocks, of_runner.num_swap_blocks),
-    ):
-        if asked > there:
-            raise ValueError(f"config.{name} is {asked}; the runner's cache has {there}")
+        return self.outputs.take(request)

@@ -23,12 +23,13 @@ Taught in notebooks/07_the_engine.ipynb. Source: vLLM's LLM class.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ class LLM:
         self.engine = LLMEngine(
             runner.config, runner, tokenizer=self.tokenizer, clock=runner.clock
         )
-        self._sinks: dict[str, Callable[[RequestOutput], None]] = {}  # by request id
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id
         logger.info("%r, attention_backend=%r", self, runner.backend)
 
     def __repr__(self) -> str:
@@ -138,23 +139,20 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"params has {len(params)} entries for {len(prompts)} prompts")
         params = [self._params(p) for p in params]
-        families = [self.engine.prepare(p, q) for p, q in zip(prompts, params, strict=True)]
+        with self.engine.guard:
+            families = [
+                self.engine.prepare(*pair) for pair in zip(prompts, params, strict=True)
+            ]
         requests = [request for family in families for request in family]
         last: dict[str, RequestOutput] = {}
-        with self._bar(len(requests), progress) as bar:
-
-            def sink(out: RequestOutput) -> None:
+        with (
+            self._bar(len(requests), progress) as bar,
+            contextlib.closing(self._stream(requests)) as outputs,
+        ):
+            for out in outputs:
                 if out.finished:
                     last[out.request_id] = out
                     bar.update()
-
-            try:
-                for family in families:
-                    self._submit(family, sink)
-                while len(last) < len(requests):
-                    self._step()
-            finally:  # interrupted: the engine must not go on with these requests
-                self._release(requests)
         return [last[request.request_id] for request in requests]
 
     def stream(
@@ -166,7 +164,9 @@ class LLM:
         The prompt is checked now and queued when the first output is asked for. Closing the
         stream early aborts its request.
         """
-        return self._stream(self.engine.prepare(prompt, self._params(params)))
+        with self.engine.guard:
+            requests = self.engine.prepare(prompt, self._params(params))
+        return self._stream(requests)
 
     def chat(
         self,
@@ -204,30 +204,45 @@ class LLM:
         inbox: deque[RequestOutput] = deque()
         num_left = len(requests)
         try:
-            self._submit(requests, inbox.append)
-            while num_left > 0:
-                while not inbox:
-                    self._step()
-                out = inbox.popleft()
-                num_left -= out.finished
-                yield out
-        finally:
-            self._release(requests)
+            try:
+                self._submit(requests, inbox)
+                while num_left > 0:
+                    self._wait_for(inbox)
+                    out = inbox.popleft()
+                    num_left -= out.finished
+                    yield out
+            finally:  # interrupted: the engine must not go on with these requests
+                self._release(requests)
+        except BaseException:
+            self._release(requests)  # again: Ctrl-C may have come just before the line above
+            raise
 
-    def _submit(self, requests: list[Request], sink: Callable[[RequestOutput], None]) -> None:
-        self.engine.submit(requests)
-        self._sinks.update((request.request_id, sink) for request in requests)
+    def _submit(self, requests: list[Request], inbox: deque[RequestOutput]) -> None:
+        with self.engine.guard:
+            self.engine.submit(requests)
+            self._inboxes.update((request.request_id, inbox) for request in requests)
+
+    def _wait_for(self, inbox: deque[RequestOutput]) -> None:
+        """Step until the inbox has something. Another thread's step may bring it."""
+        while not inbox:
+            with self.engine.guard:
+                if not inbox:
+                    self._step()
 
     def _step(self) -> None:
-        for out in self.engine.step():
-            sink = self._sinks.get(out.request_id)
-            if sink is not None:
-                sink(out)
+        if not self.engine.has_unfinished():
+            raise RuntimeError("outputs are lost: engine.step() took them, or was interrupted")
+        self.engine.advance()
+        ready = self.engine.outputs.ready
+        while ready:
+            inbox = self._inboxes.get(ready[0].request_id, deque())
+            inbox.append(ready.popleft())
 
     def _release(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._sinks.pop(request.request_id, None)
-        self.engine.discard(requests)
+        with self.engine.guard:
+            for request in requests:
+                self._inboxes.pop(request.request_id, None)
+            self.engine.discard(requests)
 
     def _bar(self, total: int, shown: bool):
         from tqdm.auto import tqdm

@@ -275,6 +275,15 @@ class Request:
             self.metrics.num_output_tokens -= num_tokens
             self.metrics.num_accepted_tokens -= num_tokens
 
+    def rewind(self, num_output_tokens: int) -> None:
+        """Take back what a step recorded: the output beyond these tokens, and that it ended."""
+        del self.output_token_ids[num_output_tokens:]
+        self.token_ids = self.prompt_token_ids + self.output_token_ids
+        self.status, self.finish_reason = RequestStatus.WAITING, None
+        self.metrics.num_output_tokens, self.metrics.finish_time = num_output_tokens, None
+        if num_output_tokens == 0:
+            self.metrics.first_token_time = None
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.value}, "

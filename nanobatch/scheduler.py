@@ -40,7 +40,7 @@ iteration-level scheduling of Orca (Yu et al., OSDI 2022), chunked prefill of Sa
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
@@ -87,15 +87,19 @@ class Scheduler:
         self.allocator = allocator
         self.policy = make_policy(policy, config.policy)
         self.admission = admission or make_admission(config.admission, allocator)
-        self.batching = make_batching(config.batching)
-        self.preemption: Preemption = Recompute(allocator)
-        self._prefix_hits = PrefixHits(allocator)
-        self.hooks: list[StepHook] = []
-        self.waiting: list[Request] = []  # in order of arrival
-        self.running: list[Request] = []  # in order of admission
-        self._live: dict[str, Request] = {}
         self._num_added = 0
-        for extension in config.extensions("preemption", "speculative"):
+        self.restart(())
+
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Begin with these requests waiting, nothing of them computed, and an unused pool."""
+        self.batching = make_batching(self.config.batching)
+        self.preemption: Preemption = Recompute(self.allocator)
+        self._prefix_hits = PrefixHits(self.allocator)
+        self.hooks: list[StepHook] = []
+        self.waiting: list[Request] = sorted(requests, key=arrival)  # in order of arrival
+        self.running: list[Request] = []  # in order of admission
+        self._live = {request.request_id: request for request in self.waiting}
+        for extension in self.config.extensions("preemption", "speculative"):
             extension.attach(self)
 
     # ---------------------------------------------------------------- requests come and go
@@ -158,7 +162,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step at time now (seconds). With nothing to do the plan is empty."""
-        self._requeue_lost()
+        for request in self.preemption.begin_step():
+            self._requeue(request)  # a step failed: its cached tokens cannot be trusted
         for hook in self.hooks:
             hook.begin_step()
         plan = SchedulerOutput(padding=self.batching.padding(self.running))  # static batches
@@ -229,11 +234,6 @@ class Scheduler:
         """Move a running request back to its place in `waiting`."""
         self.batching.leave(request, self.running)
         bisect.insort(self.waiting, request, key=arrival)
-
-    def _requeue_lost(self) -> None:
-        """After a failed step: requests whose cached tokens cannot be trusted start again."""
-        for request in self.preemption.begin_step():
-            self._requeue(request)
 
     # ------------------------------------------------------------------------------- admit
 

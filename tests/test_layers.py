@@ -18,7 +18,7 @@ import nanobatch
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTROL_PLANE = ("config", "request", "plan", "block_allocator", "scheduler", "engine",
-                 "detokenizer", "metrics")  # fmt: skip
+                 "detokenizer", "outputs", "recovery", "metrics")  # fmt: skip
 # Lowest first. A name stands for a module of nanobatch/, or for all that is in a folder.
 LAYERS = [
     ("utils",),

@@ -58,7 +58,7 @@ def assert_nothing_is_kept(engine):
     scheduler.allocator.check_invariants()
     assert scheduler.allocator.num_free_blocks == scheduler.allocator.num_blocks
     assert not scheduler.waiting and not scheduler.running and not scheduler._live
-    assert not engine._outputs and not engine._groups and not engine._aborted
+    assert not any(vars(engine.outputs).values())
     host = getattr(scheduler.preemption, "host", None)
     assert host is None or host.num_free_blocks == host.num_blocks
 
