@@ -112,7 +112,7 @@ def test_what_a_recap_points_to_exists(file):
 
 def test_each_fault_has_its_tests():
     rows = rows_of("## Faults that real engines have had")
-    assert sorted(rows) == list(range(1, 41))
+    assert len(rows) > 60 and sorted(rows) == list(range(1, len(rows) + 1))
     for number, cells in rows.items():
         file = ""
         for name in re.findall(r"`([\w/]+(?:\.py)?)`", cells[-1]):
