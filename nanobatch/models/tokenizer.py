@@ -256,13 +256,16 @@ def read_tokenizer(directory: Path) -> HFTokenizer:
         ValueError: it is not a fast one; vocab.json and merges.txt are of another class.
     """
     from transformers import AutoTokenizer, GPT2TokenizerFast, Qwen2TokenizerFast
+    from transformers import PreTrainedTokenizerFast as PlainTokenizer
 
-    if (directory / "tokenizer.json").exists():
-        return HFTokenizer(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
     config, settings = (
         json.loads((directory / name).read_text("utf-8")) if (directory / name).exists() else {}
         for name in ("config.json", "tokenizer_config.json")
     )
+    if (directory / "tokenizer.json").exists():
+        has_class = "model_type" in config or "tokenizer_class" in settings
+        kind = AutoTokenizer if has_class else PlainTokenizer  # as version 5; version 4 raises
+        return HFTokenizer(kind.from_pretrained(directory, trust_remote_code=False))
     is_qwen = str(config.get("model_type")).startswith("qwen")
     name = settings.get("tokenizer_class") or "PreTrainedTokenizerFast"  # which says nothing
     name = name.removesuffix("Fast")
