@@ -62,7 +62,7 @@ MUTATIONS = {
     "victim-is-the-first": Mutation("scheduler.py", "victim = running[-1]", "victim = running[0]", SHADOW),
     "priority-victim": Mutation("scheduler.py", "victim = max(running", "victim = min(running", SHADOW),
     "victim-goes-last": Mutation("scheduler.py", "        self.batching.leave(request, self.running)\n        bisect.insort(self.waiting, request, key=arrival)\n", "        self.batching.leave(request, self.running)\n        self.waiting.append(request)\n", SHADOW),
-    "trust-lost-copies": Mutation("scheduler.py", "            self._requeue(request)  # a step failed: its cached tokens cannot be trusted\n", "            pass\n", "tests/policies/test_policy.py"),
+    "trust-lost-copies": Mutation("scheduler.py", "        for request in self.preemption.begin_step():\n            self._requeue(request)  # a step failed: its cached tokens cannot be trusted\n", "", "tests/policies/test_policy.py"),
     "ignore-max-wait": Mutation("policies/ordering.py", "    if max_wait is not None:\n", "    if False:\n", SHADOW),
     "sjf-forgets-the-prompt": Mutation("policies/ordering.py", "return num_uncached + max(0, num_output_left)", "return max(0, num_output_left)", "tests/policies/test_policy.py"),
     "reserve-too-little": Mutation("policies/admission.py", "cdiv(request.max_total_tokens - 1, self.allocator.block_size)", "cdiv(request.max_total_tokens - 2, self.allocator.block_size)", "tests/policies/test_policy.py tests/test_shadow_cache.py"),

@@ -26,7 +26,13 @@ PACKAGE = str(Path(nanobatch.__file__).parent)
 TOKENIZER = ByteTokenizer()
 PROMPTS = [[65] * 9, [66, 67], [65] * 8 + [68, 69], [70]]  # two of them begin alike
 MAX_TOKENS = [9, 12, 4, 15]
-POOL = {"num_blocks": 9, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 12}
+BLOCK_SIZE = 4
+POOL = {
+    "num_blocks": 9,
+    "block_size": BLOCK_SIZE,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 12,
+}
 
 
 def next_token(token_ids):
@@ -41,12 +47,29 @@ def said(prompt, max_tokens):
 
 
 class Model:
-    """A runner for the model of one line."""
+    """A runner for the model of one line. Its KV cache holds tokens; it says nothing unless all
+    that a request has computed is there."""
 
     vocab_size, eos_token_ids = 258, ()
 
+    def __init__(self):
+        self.cache, self.host = {}, {}  # block -> {offset: token}
+
     def run(self, plan):
+        for device, host in plan.swap_out:
+            self.host[host] = dict(self.cache[device])
+        for host, device in plan.swap_in:
+            self.cache[device] = dict(self.host[host])
         sampling = [e.request for e in plan.scheduled if e.samples]
+        for entry in plan.scheduled:
+            request = entry.request
+            num_computed = request.num_computed_tokens
+            end = num_computed + entry.num_tokens
+            for i, token in enumerate(request.token_ids[:end]):
+                block = self.cache.setdefault(request.block_table[i // BLOCK_SIZE], {})
+                if i >= num_computed:
+                    block[i % BLOCK_SIZE] = token
+                assert block.get(i % BLOCK_SIZE) == token, f"{request}: {i} is not cached"
         token_ids = {r.request_id: [next_token(r.token_ids)] for r in sampling}
         return StepResult(token_ids, {name: [{0: 0.0}] for name in token_ids})
 
@@ -214,7 +237,7 @@ def test_the_first_ctrl_c_waits_for_the_step_and_the_second_does_not():
 def test_outputs_of_a_step_that_ctrl_c_waited_for_are_shown_later():
     engine = LLMEngine(EngineConfig(**POOL), Model(), tokenizer=TOKENIZER)
     engine.add_request(PROMPTS[0], PARAMS[0], request_id="a")
-    engine.runner.run = lambda plan: (send_sigint(), Model().run(plan))[1]
+    engine.runner.run = lambda plan: (send_sigint(), Model.run(engine.runner, plan))[1]
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     del engine.runner.run

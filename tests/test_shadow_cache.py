@@ -561,7 +561,8 @@ class Trace:
         """Plan a step and check the plan; nothing is written yet."""
         scheduler, allocator = self.scheduler, self.allocator
         if self.has_failed:  # whose copies were lost comes back to be computed anew
-            scheduler._requeue_lost()
+            for request in scheduler.preemption.begin_step():
+                scheduler._requeue(request)
         before = (
             list(scheduler.running),
             [request for request in scheduler.running if not request.is_finished],
@@ -867,8 +868,9 @@ class CopiesNothingBack(Scheduler):
 class TrustsCopiesOfFailedSteps(Scheduler):
     """Breaks 10: a step failed, and its copies may never have been made."""
 
-    def _requeue_lost(self):
-        self.preemption.end_step()
+    def restart(self, requests):
+        super().restart(requests)
+        self.preemption.begin_step = lambda: self.preemption.end_step() or ()
 
 
 class ForgetsWhoIsOverdue(Scheduler):
