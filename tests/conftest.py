@@ -10,6 +10,7 @@ process of its own.
 """
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; for subprocesses too
@@ -19,6 +20,7 @@ import torch
 
 sees_gpu = torch.cuda.is_available
 HAS_GPU = sees_gpu()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 torch.set_num_threads(1)
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
