@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from mutations import MUTATIONS, ROOT
+from packaging.version import Version
 
 from nanobatch.bench import cli
 from nanobatch.models.families import ARCHITECTURES
@@ -52,6 +53,18 @@ def test_each_file_of_tests_is_named():
     assert {file for file in files if file not in README} == set()
     named = set(re.findall(r"`((?:\w+/)?test_\w+\.py)`", README))
     assert named <= files | chapters
+
+
+def test_the_oldest_versions_that_are_run_are_the_stated_bounds():
+    """What pip is told in tests/README.md, against pyproject.toml and requirements.txt."""
+    stated = (ROOT / "pyproject.toml").read_text() + (ROOT / "requirements.txt").read_text()
+    bounds = dict(re.findall(r"^[ \"]*([\w-]+)>=([\d.]+)", stated, re.M))
+    [listing] = re.findall(r"oldest/bin/pip install (.*?)\n\n", README, re.S)
+    listed = dict(re.findall(r"([\w-]+)==([\d.]+)", listing))
+    of_package = set(re.findall(r'^ +"([\w-]+)>=', stated, re.M))
+    assert of_package - {"setuptools"} <= listed.keys() and len(of_package) > 6
+    for name, version in listed.items():
+        assert Version(version) == Version(bounds[name]), name
 
 
 def test_the_table_of_architectures_is_the_code_s():
