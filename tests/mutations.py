@@ -2,7 +2,7 @@
 
     python tests/mutations.py --list
     python tests/mutations.py free-head-first
-    python tests/mutations.py --all            about ten minutes on two cores
+    python tests/mutations.py --all            about half an hour on two cores
 
 A mutation is applied to a copy of the repository, and the tests that should catch it are run
 there, two mutations at a time; once also without any mutation, where they must pass. The exit
