@@ -289,6 +289,9 @@ def test_slots_are_assigned_without_overlap():
             if s == slot
         )
         assert all(b <= c for (_, b), (c, _) in zip(mine, mine[1:], strict=False))
+    spans = [(0, 2), (0, 1), (2, 3)]  # the lowest free slot, and free from the moment it is
+    metrics = [RequestMetrics(0.0, start, start + 0.1, end) for start, end in spans]
+    assert viz.assign_slots(metrics, 2) == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
