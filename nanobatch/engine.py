@@ -203,8 +203,8 @@ class LLMEngine:
             self.outputs.ready = deque(out for out in ready if out.request_id not in ids)
 
     def _end(self, requests: Sequence[Request]) -> None:
-        self.outputs.mark(requests)
         with self._recovering(ended=requests):
+            self.outputs.mark(requests)
             for request in requests:
                 self.scheduler.finish(request, "abort", self.clock.now())
             self.outputs.make_ready(requests)
@@ -269,7 +269,3 @@ class LLMEngine:
         elif reason is not None:
             self.scheduler.finish(request, reason, now)
         return num_new
-
-    def output(self, request: Request) -> RequestOutput:
-        """A request's output so far. A finished request is forgotten by this call."""
-        return self.outputs.take(request)

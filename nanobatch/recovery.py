@@ -33,9 +33,10 @@ def recovering(
     """If something is raised within, let all requests of `outputs` begin anew, and raise it.
 
     Args:
-        outputs: what it has marked is taken back.
+        outputs: what is marked within is taken back.
         ended: requests that end by it, with "abort".
     """
+    outputs.marked = []  # of what is done already
     try:
         yield
     except BaseException:

@@ -184,7 +184,7 @@ class Replica:
         (plan, result), self._in_flight = self._in_flight, None
         self.itl.step(result.token_ids, self.clock.now())
         served = self.engine.end_step(plan, result)
-        finished = [self.engine.output(r) for r in served if r.finish_reason is not None]
+        finished = [self.engine.outputs.take(r) for r in served if r.finish_reason is not None]
         for output in finished:
             self.itl.forget(output.request_id)
             self.requests[output.request_id] = output.metrics

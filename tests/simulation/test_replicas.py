@@ -4,6 +4,7 @@ Oracles: the engine's own loop on a simulated runner; each replica's requests se
 simulation of their own; what a router must have seen, from the times that came out.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ from nanobatch import (
 )
 from nanobatch.bench.simulated import requests_of
 from nanobatch.bench.workload import WorkItem, random_requests
+from nanobatch.policies.ordering import FCFS
+from nanobatch.simulation.replica import Replica
 from nanobatch.simulation.router import ROUTERS, make_router
 from nanobatch.simulation.simulator import make_cost_model
 
@@ -56,6 +59,28 @@ class Watched:
 
 
 # ---- one replica -----------------------------------------------------------------------
+
+
+def test_a_plan_that_fails_takes_no_earlier_step_back():
+    class FailsLater(FCFS):
+        is_ill = False
+
+        def key(self, request, now):
+            assert not self.is_ill, "the policy fails"
+            return super().key(request, now)
+
+    policy = FailsLater()
+    replica = Replica(SMALL, make_cost_model("llama-2-7b", "a100-80gb"), policy)
+    first, second = (Request(name, [1, 2, 3], SamplingParams(max_tokens=9)) for name in "ab")
+    replica.add(first)
+    replica.advance(1e-9)  # a step is in flight
+    replica.advance(replica.clock.now())  # it has ended
+    assert len(first.output_token_ids) == 1
+    replica.add(second)
+    policy.is_ill = True
+    with pytest.raises(AssertionError, match="the policy fails"):
+        replica.advance(math.inf)
+    assert len(first.output_token_ids) == 1
 
 
 def engine_s_own_loop(requests, config):
