@@ -142,7 +142,7 @@ def check_writable(name: str, file: Path) -> None:
     Args:
         name: of the flag, for the message.
     """
-    if not file.absolute().parent.is_dir():
+    if not os.path.isdir(file.absolute().parent):  # Path.is_dir raises for too long a name
         raise ValueError(f"{name} is {file}; there is no such directory")
     try:
         if file.exists() and not file.is_file():

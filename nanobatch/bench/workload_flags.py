@@ -10,9 +10,9 @@ run, by its flags or by the line of its trace.
 from __future__ import annotations
 
 import math
+import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from nanobatch.bench.flags import flag, refuse
 from nanobatch.bench.trace import MAX_SPAN, read_trace
@@ -40,9 +40,9 @@ def check_workload(args: Namespace) -> None:
     """
     if args.trace is not None:
         refuse(args, DRAWN, "beside --trace: the file says it")
-        if not Path(args.trace).exists():
+        if not os.path.exists(args.trace):  # Path.exists raises for a name that is too long
             raise ValueError(f"--trace is {args.trace}; there is no such file")
-        if not Path(args.trace).is_file():
+        if not os.path.isfile(args.trace):
             raise ValueError(f"--trace is {args.trace}; it must be a regular file")
         vars(args).update(dict.fromkeys(DRAWN), request_rate=[None])
         return

@@ -161,6 +161,15 @@ def test_help_names_the_subcommands(capsys):
         ("simulate llama-2-7b@h9", "gpu is 'h9'"),
         (f"{SIMULATE} --tensor-parallel-size 5", "--tensor-parallel-size is 5"),
         ("--trace /no/such/file", "--trace is /no/such/file; there is no such file"),
+        (f"--trace {'t' * 300}", f"--trace is {'t' * 300}; there is no such file"),
+        (
+            f"--plot {'d' * 300}/x.png",
+            f"--plot is {'d' * 300}/x.png; there is no such directory",
+        ),
+        (
+            f"--save-json {'d' * 300}/x.json",
+            f"--save-json is {'d' * 300}/x.json; there is no such directory",
+        ),
     ],
 )
 def test_bad_flags_are_refused_by_name(argv, message, capsys, nothing_measured):
