@@ -54,9 +54,8 @@ class SamplingRow:
 
 def sampling_row(request: Request) -> SamplingRow:
     """A request's row, for its next token."""
-    r = request
-    tokens = (r.prompt_token_ids, r.output_token_ids, r.stop_token_ids)
-    return SamplingRow(r.params, *tokens, r.seed)
+    tokens = (request.prompt_token_ids, request.output_token_ids, request.stop_token_ids)
+    return SamplingRow(request.params, *tokens, request.seed)
 
 
 @dataclass

@@ -13,7 +13,6 @@ a file that is not there is a FileNotFoundError.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.hf_config import model_config
 from nanobatch.models.sampling_defaults import SamplingDefaults
-from nanobatch.utils.files import check_file
+from nanobatch.utils.files import check_file, read_json
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that a weight may have
 
@@ -173,7 +172,7 @@ class HFDirectory:
 
 def _read_index(index: Path) -> dict[str, Path]:
     """From each tensor's name to its file, which lies beside the index."""
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict):
         raise ValueError(f"{index}: weight_map is missing")
     for name, file in names.items():
@@ -183,21 +182,10 @@ def _read_index(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in names.items()}
 
 
-def _read_json(file: Path) -> dict:
-    check_file(file)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: must hold a JSON object")
-    return content
-
-
 def _read_hf_config(path: Path) -> tuple[ModelConfig, SamplingDefaults]:
     file, generation_file = path / "config.json", path / "generation_config.json"
-    raw = _read_json(file)
-    generation = _read_json(generation_file) if generation_file.exists() else {}
+    raw = read_json(file)
+    generation = read_json(generation_file) if generation_file.exists() else {}
     try:
         config = model_config(raw, generation)
     except ValueError as error:

@@ -31,8 +31,9 @@ from pathlib import Path
 
 from nanobatch.detokenizer import Stream
 from nanobatch.models import chat_template
+from nanobatch.utils.files import read_json
 
-ENDS = {"bos_token", "eos_token", "pad_token", "unk_token"}
+NAMED_TOKENS = {"bos_token", "eos_token", "pad_token", "unk_token"}
 
 
 class ByteTokenizer:
@@ -259,7 +260,7 @@ def read_tokenizer(directory: Path) -> HFTokenizer:
     from transformers import PreTrainedTokenizerFast as PlainTokenizer
 
     config, settings = (
-        json.loads((directory / name).read_text("utf-8")) if (directory / name).exists() else {}
+        read_json(directory / name) if (directory / name).exists() else {}
         for name in ("config.json", "tokenizer_config.json")
     )
     if (directory / "tokenizer.json").exists():
@@ -277,7 +278,7 @@ def read_tokenizer(directory: Path) -> HFTokenizer:
             f"tokenizer_class is {name!r}; without tokenizer.json these are supported: "
             f"{', '.join(kinds)}"
         )
-    vocab = json.loads((directory / "vocab.json").read_text("utf-8"))
+    vocab = read_json(directory / "vocab.json")
     # Both classes would add a token that ends a text if the vocabulary has none.
-    ends = {} if "<|endoftext|>" in vocab else dict.fromkeys(ENDS - settings.keys())
-    return HFTokenizer(kinds[name].from_pretrained(directory, **ends))
+    none = {} if "<|endoftext|>" in vocab else dict.fromkeys(NAMED_TOKENS - settings.keys())
+    return HFTokenizer(kinds[name].from_pretrained(directory, **none))

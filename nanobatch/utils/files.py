@@ -6,6 +6,7 @@ before it is opened.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,22 @@ def check_file(file: Path) -> None:
         raise FileNotFoundError(f"{file}: no such file")
     if not os.path.isfile(file):
         raise ValueError(f"{file}: not a regular file")
+
+
+def read_json(file: Path) -> dict:
+    """The object that a JSON file holds.
+
+    Raises:
+        FileNotFoundError, ValueError: as check_file; or it holds none. They name the file.
+    """
+    check_file(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold a JSON object")
+    return content
 
 
 def check_files_in(directory: Path, patterns: Sequence[str]) -> None:
