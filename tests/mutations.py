@@ -151,6 +151,7 @@ MUTATIONS = {
     "a-noted-ctrl-c-is-lost": Mutation("utils/interrupts.py", "            if self._noted is not None:\n                self._handler", "            if False:\n                self._handler", "tests/test_interrupts.py"),
     "threads-step-at-once": Mutation("llm.py", "            with self.engine.guard:\n                if not inbox:\n", "            if True:\n                if not inbox:\n", "tests/test_interrupts.py"),
     "undone-steps-keep-their-tokens": Mutation("recovery.py", "            stream.rewind(num_tokens)\n", "", "tests/test_interrupts.py"),
+    "earlier-steps-are-undone": Mutation("recovery.py", "    outputs.marked = []  # of what is done already\n", "", "tests/simulation/test_replicas.py"),
     "undone-steps-keep-their-blocks": Mutation("recovery.py", "        request.num_computed_tokens = 0\n", "", "tests/test_interrupts.py"),
     "a-tokenizer-s-error-ends-all": Mutation("outputs.py", "            except Exception as error:", "            except OSError as error:", "tests/test_interrupts.py"),
     "c-last-of-equals": Mutation("extensions/cpu/kernels.c", "<= order(x_V[ids[worst]]) ? i : worst;", "< order(x_V[ids[worst]]) ? i : worst;", "tests/extensions/test_cpu_kernels.py"),
