@@ -4,11 +4,14 @@ The models here are too small to share a product between cores, so torch has one
 pytest-xdist (if it is installed) runs a worker on each core. A single file, a debugger, `-s`
 and a machine with a GPU get one process; `-n 0` and `-n 4` say it on the command line.
 
-The interpreter runs the kernels where there is no GPU. It must be asked for before triton is
+Tests marked `kernels` run Triton's kernels: compiled where there is a GPU (they are then marked
+`gpu` too), else in Triton's interpreter. A test that launches one without the mark fails: on a
+machine with a GPU it would find neither. The interpreter must be asked for before triton is
 first imported, which is here. What needs the compiler (test_compiled_kernels.py) starts a
 process of its own.
 """
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -22,8 +25,13 @@ sees_gpu = torch.cuda.is_available
 HAS_GPU = sees_gpu()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 torch.set_num_threads(1)
+Interpreted = None  # a kernel in Triton's interpreter
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from triton.runtime.interpreter import InterpretedFunction as Interpreted
+
+        run_interpreted = Interpreted.run
 MAX_WORKERS = 8
 EXTENSIONS = Path(__file__).parent.parent / "nanobatch" / "extensions"
 
@@ -45,13 +53,29 @@ def pytest_cmdline_main(config):
         config.option.dist = "loadfile"  # what a file's tests share is made once
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses
+def pytest_collection_modifyitems(items):
+    """What runs kernels, runs them on the GPU where there is one."""
+    for item in items:
+        if HAS_GPU and item.get_closest_marker("kernels"):
+            item.add_marker(pytest.mark.gpu)
+
+
 def pytest_runtest_setup(item):
     """Tests marked gpu are skipped where there is none. To the others there never is one, so
     that they are the same everywhere."""
-    is_for_gpu = "gpu" in item.keywords
+    is_for_gpu = item.get_closest_marker("gpu") is not None
     if is_for_gpu and not HAS_GPU:
         pytest.skip("no CUDA device")
     torch.cuda.is_available = sees_gpu if is_for_gpu else lambda: False
+    if Interpreted is not None:
+        runs_kernels = item.get_closest_marker("kernels") is not None
+        Interpreted.run = run_interpreted if runs_kernels else refuse_to_run
+
+
+def refuse_to_run(kernel, *args, **kwargs):
+    """In place of a kernel's launch."""
+    raise AssertionError(f"{kernel.fn.__name__} was launched: mark the test `kernels`")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton's interpreter is off; see test_gpu.py", allow_module_level=True)
 P = 4
+pytestmark = pytest.mark.kernels
 
 
 def test_sizes():

@@ -23,9 +23,8 @@ from nanobatch.paged_attention_kernel import TritonBackend  # noqa: E402
 
 triton_ops = TritonBackend()
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.kernels
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MIXED = [(1, 1), (1, 17), (5, 5), (3, 9), (1, 33), (17, 20)]  # (query tokens, keys)
 

@@ -12,8 +12,7 @@ from nanobatch.kernels.ops import REFERENCE
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.experts import Experts, count_ids
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = [[5], [0, 3, 0], [16, 17, 0, 1], [0, 0, 33, 15, 2]]
 
 
@@ -32,6 +31,7 @@ def test_grouped_matmul(counts):
     torch.testing.assert_close(found.double(), row_by_row(x, weight, counts), atol=1e-5, rtol=0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("N, K", [(64, 64), (70, 40)])
@@ -116,6 +116,7 @@ def test_company_changes_nothing():
         torch.testing.assert_close(layer(x[i : i + 1])[0], together[i], atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.kernels
 def test_the_kernel_in_a_whole_layer():
     pytest.importorskip("triton")
     from nanobatch.kernels.triton_ops import TritonOps

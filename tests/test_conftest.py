@@ -1,0 +1,72 @@
+"""Which tests run where: conftest.py with a made-up torch and Triton, with a GPU and without.
+
+The folder is called gpu. That is a keyword of every test in it, and no mark.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TORCH = """
+class cuda:
+    is_available = staticmethod(lambda: {has_gpu})
+def set_num_threads(number): pass
+"""
+KERNEL = """
+class InterpretedFunction:
+    def fn(): pass
+    def run(self): pass
+"""
+TESTS = """
+import pytest, torch
+from triton.runtime.interpreter import InterpretedFunction
+def test_plain(): assert not torch.cuda.is_available()
+def test_launch(): InterpretedFunction().run()
+@pytest.mark.gpu
+def test_gpu(): assert torch.cuda.is_available()
+@pytest.mark.kernels
+def test_kernels():
+    InterpretedFunction().run()
+    assert torch.cuda.is_available() == {has_gpu}
+"""
+
+
+def run(folder, has_gpu, *flags):
+    """{test: its verdict} of the tests above."""
+    for name, text in {
+        "torch.py": TORCH.format(has_gpu=has_gpu),
+        "triton/__init__.py": "",
+        "triton/runtime/__init__.py": "",
+        "triton/runtime/interpreter.py": KERNEL,
+        "pytest.ini": "[pytest]\nmarkers = gpu\n kernels\n",
+        "gpu/test_it.py": TESTS.format(has_gpu=has_gpu),
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    shutil.copy(Path(__file__).with_name("conftest.py"), folder / "gpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", *flags, "gpu"],
+        cwd=folder, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+    lines = [line.split() for line in done.stdout.splitlines() if "test_it.py::" in line]
+    return {name.partition("::")[2]: word for name, word, *_ in lines if "::" in name}
+
+
+def test_without_a_gpu(tmp_path):
+    """A launch without the mark fails here, before it can on a machine with a GPU."""
+    assert run(tmp_path, False) == {
+        "test_plain": "PASSED",
+        "test_launch": "FAILED",
+        "test_gpu": "SKIPPED",
+        "test_kernels": "PASSED",
+    }
+
+
+def test_with_a_gpu(tmp_path):
+    assert run(tmp_path, True, "-m", "gpu") == {"test_gpu": "PASSED", "test_kernels": "PASSED"}
+    found = run(tmp_path, True)
+    assert found.pop("test_launch") == "PASSED"  # Triton's, compiled, is not looked at
+    assert set(found.values()) == {"PASSED"} and len(found) == 3
