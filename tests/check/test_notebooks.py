@@ -8,6 +8,7 @@ solve them and instructors grade them takes minutes: `python -m pytest -m slow t
 import re
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,11 @@ import pytest
 from nanobatch import check
 
 nbformat = pytest.importorskip("nbformat")
-from nanobatch.check.student import solved_version, student_version  # noqa: E402
+from nanobatch.check.student import (  # noqa: E402
+    public_version,
+    solved_version,
+    student_version,
+)
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 FILES = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -54,7 +59,7 @@ def test_what_every_notebook_has(file):
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     for phrase in ("After this chapter you can", "Predict", "What you should see", "Exercise"):
         assert phrase in prose, phrase
-    taught = [cell for cell in code[1:] if not grader_of(cell)]
+    taught = [cell for cell in code[2:] if not grader_of(cell)]
     long = [c.source[:60] for c in taught if c.source.count("\n") + 1 > MAX_LINES]
     assert len(long) <= 1, f"cells of more than {MAX_LINES} lines: {long}"
     assert any("image/png" in o.get("data", {}) for c in code for o in c.outputs), "no figure"
@@ -66,6 +71,42 @@ def test_what_every_notebook_has(file):
         assert not PATHS.search(cell.source)
     counts = [cell.execution_count for cell in code]
     assert counts == list(range(1, len(code) + 1)), "not run once, from top to bottom"
+
+
+def setup_of(file):
+    """The source of the first code cell, which installs the package where it is missing."""
+    return next(cell.source for cell in read(file).cells if cell.cell_type == "code")
+
+
+def test_every_notebook_begins_with_the_same_setup():
+    student = [NOTEBOOKS / "student" / name for name in NAMES]
+    assert len({setup_of(file) for file in [*FILES, *student]}) == 1
+
+
+@pytest.mark.parametrize("there", ["package", "nothing", "folder"])
+def test_the_setup_installs_only_where_the_package_is_missing(
+    there, tmp_path, monkeypatch, capsys
+):
+    """A folder of that name, as `git clone` leaves one on Colab, is no package."""
+    if there != "nothing":
+        (tmp_path / "nanobatch").mkdir()
+    if there == "package":
+        (tmp_path / "nanobatch" / "__init__.py").touch()
+    commands = []
+    monkeypatch.delitem(sys.modules, "nanobatch")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])  # not those of editable packages
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: commands.append((a, k)))
+    exec(setup_of(FILES[0]), {})
+    said = capsys.readouterr().out
+    if there == "package":
+        assert (commands, said) == ([], "")
+        return
+    [([command], options)] = commands
+    assert options == {"check": True}  # a cell that fails, not one that goes on
+    assert command[:5] == [sys.executable, "-m", "pip", "install", "-q"]
+    assert re.fullmatch(r"git\+https://github\.com/\w+/\w+", command[5]) and not command[6:]
+    assert "Internet" in said  # off on Kaggle, until it is switched on
 
 
 def lines_of(text):
@@ -111,7 +152,7 @@ def test_exercises_can_be_graded(file):
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_student_versions_are_those_that_are_committed(file):
     committed = read(NOTEBOOKS / "student" / file.name)
-    made = student_version(read(file))
+    made = public_version(read(file), file.name)
     assert [c.source for c in committed.cells] == [c.source for c in made.cells]
     assert [c.metadata for c in committed.cells] == [c.metadata for c in made.cells]
     text = "\n".join(c.source for c in committed.cells)
