@@ -48,7 +48,7 @@ from torch import Tensor
 
 from nanobatch.batch import Batch
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
+from nanobatch.kernels.launch_config import CHIPS, Chip, LaunchConfig, choose_launch_config
 from nanobatch.kernels.ops import AttentionArgs
 from nanobatch.kernels.triton_ops import TritonOps, dense_heads
 from nanobatch.utils.arithmetic import next_power_of_two
@@ -277,8 +277,8 @@ class TritonBackend(TritonOps):
         (T, H, D), (_, K, P, _) = q_THD.shape, cache.keys.shape
         S = len(batch.seq_lens_S)
         if launch is None:
-            sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size(), _num_sms(q_THD))
-            launch = self.launch_config(*sizes)
+            sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size())
+            launch = self.launch_config(*sizes, chip_of(q_THD.device))
         q_THD = dense_heads(q_THD)
         out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0
         # Float32 partial results, if there are splits to join.
@@ -310,11 +310,19 @@ class TritonBackend(TritonOps):
         """The kernel that takes the cache's parts."""
         return paged_attention_kernel
 
-    def launch_config(self, *sizes: int) -> LaunchConfig:
+    def launch_config(self, *sizes: int | Chip) -> LaunchConfig:
         """Its launch; sizes: see choose_launch_config."""
         return choose_launch_config(*sizes)
 
 
-def _num_sms(x: Tensor) -> int:
-    """Multiprocessors of the GPU where x is; 1 in Triton's interpreter."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+def chip_of(device: torch.device) -> Chip:
+    """The GPU that device is; in Triton's interpreter a made-up one with one multiprocessor."""
+    if device.type == "cpu":
+        return CHIPS[80]._replace(num_sms=1)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    known = CHIPS.get(10 * properties.major + properties.minor)
+    # Without opting in, which Triton does, each program of any GPU may have 48 KiB.
+    usual = 49_152 if known is None else known.shared_memory
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", usual)
+    return Chip(capability, properties.multi_processor_count, shared_memory)

@@ -48,6 +48,9 @@ KERNELS = {
     paged_attention_kernel: ["paged_attention_kernel", "reduce_splits_kernel"],
     triton_ops: ["rms_norm_kernel", "rope_and_write_kernel", "silu_mul_kernel"],
 }
+H200 = SimpleNamespace(
+    major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232_448
+)
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 
 
@@ -84,7 +87,7 @@ def launches(monkeypatch):
         "is_available": lambda: True,
         "current_device": lambda: 0,
         "get_device_capability": lambda device: (9, 0),
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+        "get_device_properties": lambda device: H200,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device: None,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nanobatch.batch import Batch
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config
+from nanobatch.kernels.launch_config import Chip, LaunchConfig, choose_launch_config
 from nanobatch.kernels.ops import AttentionArgs
 from nanobatch.kernels.triton_ops import (
     dense_heads,
@@ -307,7 +307,7 @@ class QuantizedTritonBackend(TritonBackend):
         """The kernel that takes the cache's parts."""
         return quantized_attention_kernel
 
-    def launch_config(self, *sizes: int) -> LaunchConfig:
+    def launch_config(self, *sizes: int | Chip) -> LaunchConfig:
         """See quantized_launch_config."""
         return quantized_launch_config(*sizes)
 
@@ -320,7 +320,7 @@ def quantized_launch_config(
     num_kv_heads: int,
     head_dim: int,
     itemsize: int,
-    num_sms: int,
+    chip: Chip,
 ) -> LaunchConfig:
     """choose_launch_config's choice, changed for caches in 8 bits.
 
@@ -328,7 +328,7 @@ def quantized_launch_config(
     there are, since the compiler would rather spill a few to fit one more program.
     """
     sizes = (num_tokens, num_seqs, max_query_len, num_heads, num_kv_heads, head_dim)
-    launch = choose_launch_config(*sizes, itemsize, num_sms, max_rows=64)
+    launch = choose_launch_config(*sizes, itemsize, chip, max_rows=64)
     is_float32 = itemsize == 4
     if is_float32:
         return dataclasses.replace(launch, tile=16, num_warps=8, max_registers=255)

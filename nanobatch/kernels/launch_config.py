@@ -12,10 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanobatch.utils.arithmetic import cdiv, next_power_of_two
 
 MAX_SPLITS = 64
+
+
+class Chip(NamedTuple):
+    """What a launch must know of a GPU."""
+
+    capability: tuple[int, int]  # its compute capability
+    num_sms: int  # multiprocessors
+    shared_memory: int  # bytes that one program may have
+
+
+CHIPS = {  # by compute capability
+    75: Chip((7, 5), 40, 65_536),  # T4
+    80: Chip((8, 0), 108, 166_912),  # A100
+    86: Chip((8, 6), 84, 101_376),  # A40
+    89: Chip((8, 9), 128, 101_376),  # RTX 4090
+    90: Chip((9, 0), 132, 232_448),  # H100, H200
+    100: Chip((10, 0), 148, 232_448),  # B200
+    120: Chip((12, 0), 170, 101_376),  # RTX 5090
+}
 
 
 @dataclass(frozen=True)
@@ -40,44 +60,71 @@ def choose_launch_config(
     num_kv_heads: int,
     head_dim: int,
     itemsize: int,
-    num_sms: int,
+    chip: Chip,
     max_rows: int = 128,
 ) -> LaunchConfig:
     """Choose the launch from shapes alone, never from sequence lengths on the device.
 
-    Rows: as many as the longest query fills, from 16 (tl.dot's least) to max_rows; 64 for large
-    heads, 16 in float32, which has no matrix units and would run out of registers (read from
-    the machine code: tests/kernels/test_compiled_kernels.py). Keys: tiles of 64, fewer for
-    large heads. Warps: 8 where a product's result would fill the registers of 4. Splits: only
-    when all decode, and then enough for two programs a multiprocessor, a power of two, at most
-    MAX_SPLITS.
+    Rows: as many as the longest query fills, from 16 (tl.dot's least) to max_rows and to what
+    the chip's registers hold (_sizes_on). Splits: only when all decode, and then enough for
+    two programs a multiprocessor, a power of two, at most MAX_SPLITS.
 
     Args:
         num_tokens, num_seqs, max_query_len: T, S, and the most query tokens of a sequence.
         num_heads, num_kv_heads, head_dim: H, K, D.
         itemsize: bytes of one number of the products, the queries'.
-        num_sms: multiprocessors of the GPU.
+        chip: the GPU.
         max_rows: the most rows of a program, a power of two.
     """
     group = num_heads // num_kv_heads
-    is_large, is_float32 = head_dim > 128, itemsize == 4
-    max_rows = min(max_rows, 16 if is_float32 else 64 if is_large else 128)
-    rows = min(max_query_len * group, max_rows)
+    sizes = _sizes_on(chip, head_dim, itemsize)
+    rows = min(max_query_len * group, max_rows, sizes.max_rows)
     block_m = max(16, next_power_of_two(group), next_power_of_two(rows))
     block_q = block_m // group
     num_splits = 1
     if max_query_len == 1:
-        num_splits = next_power_of_two(cdiv(2 * num_sms, num_seqs * num_kv_heads))
+        num_splits = next_power_of_two(cdiv(2 * chip.num_sms, num_seqs * num_kv_heads))
     num_splits = min(num_splits, MAX_SPLITS)
     return LaunchConfig(
         block_m=block_m,
         block_q=block_q,
-        tile=64 if not is_large else 16 if is_float32 else 32,
+        tile=sizes.tile,
         num_splits=num_splits,
         grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
-        num_warps=8 if block_m >= (128 if head_dim <= 64 else 64) else 4,
-        num_stages=2,
+        num_warps=8 if block_m >= sizes.rows_of_8_warps else 4,
+        num_stages=sizes.num_stages,
     )
+
+
+class _Sizes(NamedTuple):
+    """What one program can hold."""
+
+    max_rows: int
+    tile: int  # keys
+    rows_of_8_warps: int  # from so many rows on 4 warps have too few registers for a product
+    num_stages: int  # of the loop's pipeline: one less than the tiles on their way
+
+
+def _sizes_on(chip: Chip, head_dim: int, itemsize: int) -> _Sizes:
+    """The largest sizes that neither spill nor exceed shared memory.
+
+    Read from the machine code (tests/kernels/test_compiled_kernels.py), for head dimensions of
+    up to 256. Where products run without matrix units (in float32; in Triton on any GPU before
+    compute capability 8.0) they need more registers.
+    """
+    is_large, is_float32 = head_dim > 128, itemsize == 4
+    if chip.capability < (8, 0):
+        if is_large and is_float32:
+            return _Sizes(max_rows=16, tile=16, rows_of_8_warps=32, num_stages=1)
+        return _Sizes(
+            max_rows=32, tile=16 if is_large else 32, rows_of_8_warps=16, num_stages=1
+        )
+    if is_float32:
+        return _Sizes(16, tile=16 if is_large else 64, rows_of_8_warps=64, num_stages=2)
+    if is_large:
+        return _Sizes(max_rows=64, tile=32, rows_of_8_warps=64, num_stages=2)
+    rows_of_8_warps = 128 if head_dim <= 64 else 64
+    return _Sizes(max_rows=128, tile=64, rows_of_8_warps=rows_of_8_warps, num_stages=2)
 
 
 def keys_of_program(

@@ -25,7 +25,7 @@ from nanobatch.extensions import quantized_kernels
 from nanobatch.extensions.quantized_cache import LARGEST, SMALLEST_SCALE
 from nanobatch.kernels import grouped_matmul as experts
 from nanobatch.kernels import triton_ops as elementwise_kernels
-from nanobatch.kernels.launch_config import MAX_SPLITS, choose_launch_config
+from nanobatch.kernels.launch_config import CHIPS, MAX_SPLITS, Chip, choose_launch_config
 
 SPILL = r"\b(?:STL|LDL)\b"  # a store to the stack, a load from it
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -55,13 +55,13 @@ STEPS = [("decode", 64, 64, 1), ("split", 1, 1, 1), ("prefill", 8192, 8, 1024)]
 STEPS += [("draft", 40, 8, 5), ("chunk", 128, 8, 16)]
 
 
-def kernels(dtype: str, cache: str, num_sms: int):
+def kernels(dtype: str, cache: str, chip: Chip):
     """(name, function, constants, options) of everything that is launched."""
     is_8 = cache in CACHES
     for name, H, K, D in SHAPES:
         is_gemma2 = name == "gemma2"
         for kind, T, S, longest in STEPS:
-            sizes = (T, S, longest, H, K, D, ITEMSIZE[dtype], num_sms)
+            sizes = (T, S, longest, H, K, D, ITEMSIZE[dtype], chip)
             choose = quantized_kernels.quantized_launch_config if is_8 else choose_launch_config
             launch = choose(*sizes)
             constants = {
@@ -173,10 +173,9 @@ def main() -> None:
     capability, (dtype, _, cache) = int(sys.argv[1]), sys.argv[2].partition(":")
     cache = cache or dtype
     wanted = sys.argv[3:]
-    num_sms = {75: 40, 80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[capability]
     rows = {
         name: report(function, constants, options, dtype, cache, capability)
-        for name, function, constants, options in kernels(dtype, cache, num_sms)
+        for name, function, constants, options in kernels(dtype, cache, CHIPS[capability])
         if not wanted or name in wanted
     }
     json.dump(rows, sys.stdout)

@@ -86,10 +86,10 @@ def test_machine_code(capability, dtype, names):
     ],
 )
 def test_a_t4_compiles_in_float16(dtype, names):
-    """It has no asynchronous copies, and spills; it must work all the same."""
+    """It has no asynchronous copies and, from Triton, no matrix units."""
     report = compile_all(75, dtype, names)
     assert all(row["shared"] <= SHARED_MEMORY[75] for row in report.values())
-    assert report["decode smollm2"]["spills_in_loops"] > 0  # they are seen
+    assert report["decode smollm2"]["spills_in_loops"] == 0
 
 
 def test_float8_is_refused_where_the_hardware_has_none():

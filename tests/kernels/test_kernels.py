@@ -6,6 +6,7 @@ machine with a GPU the same tests run compiled, under -m gpu.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,16 +14,23 @@ import torch
 from nanobatch import LLM, SamplingParams, attention
 from nanobatch.batch import Row, pack
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.kernels.launch_config import LaunchConfig, choose_launch_config, keys_of_program
+from nanobatch.kernels.launch_config import (
+    CHIPS,
+    Chip,
+    LaunchConfig,
+    choose_launch_config,
+    keys_of_program,
+)
 from nanobatch.kernels.ops import REFERENCE, AttentionArgs, apply_rope
 from nanobatch.utils.arithmetic import cdiv
 
 triton = pytest.importorskip("triton")
 from nanobatch.extensions.quantized_kernels import quantized_launch_config  # noqa: E402
-from nanobatch.paged_attention_kernel import TritonBackend  # noqa: E402
+from nanobatch.paged_attention_kernel import TritonBackend, chip_of  # noqa: E402
 
 triton_ops = TritonBackend()
 
+H200 = CHIPS[90]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.kernels
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -222,16 +230,16 @@ def test_block_sizes_that_are_no_power_of_two_are_refused():
 
 def test_launch_config_by_hand():
     # 64 decodes, group 4: 16 rows are 4 tokens; 512 programs fill 132 SMs twice: no split
-    launch = choose_launch_config(64, 64, 1, 32, 8, 128, 2, num_sms=132)
+    launch = choose_launch_config(64, 64, 1, 32, 8, 128, 2, chip=H200)
     assert (launch.block_m, launch.block_q, launch.tile, launch.num_splits) == (16, 4, 64, 1)
     assert launch.grid == (64 // 4 + 64, 8, 1)
     # one decode: 8 programs; 264 wanted: 33 times as many, so 64, which is the most
-    assert choose_launch_config(1, 1, 1, 32, 8, 128, 2, 132).num_splits == 64
-    assert choose_launch_config(1, 1, 1, 8, 1, 128, 2, 132).num_splits == 64
+    assert choose_launch_config(1, 1, 1, 32, 8, 128, 2, H200).num_splits == 64
+    assert choose_launch_config(1, 1, 1, 8, 1, 128, 2, H200).num_splits == 64
     # 16 decodes: 128 programs; 264 wanted: 3 times, so 4
-    assert choose_launch_config(16, 16, 1, 32, 8, 128, 2, 132).num_splits == 4
+    assert choose_launch_config(16, 16, 1, 32, 8, 128, 2, H200).num_splits == 4
     # a prompt: 128 rows of 32 tokens, never split
-    launch = choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, 132)
+    launch = choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, H200)
     assert (launch.block_m, launch.block_q, launch.num_splits, launch.num_warps) == (
         128,
         32,
@@ -239,15 +247,15 @@ def test_launch_config_by_hand():
         8,
     )
     # float32 and large heads: smaller, so that nothing spills
-    assert choose_launch_config(2048, 1, 2048, 32, 8, 128, 4, 132).block_m == 16
-    launch = choose_launch_config(2048, 1, 2048, 32, 8, 256, 2, 132)
+    assert choose_launch_config(2048, 1, 2048, 32, 8, 128, 4, H200).block_m == 16
+    launch = choose_launch_config(2048, 1, 2048, 32, 8, 256, 2, H200)
     assert (launch.block_m, launch.tile, launch.num_warps, launch.max_registers) == (
         64,
         32,
         8,
         None,
     )
-    launch = quantized_launch_config(2048, 1, 2048, 32, 8, 128, 2, 132)
+    launch = quantized_launch_config(2048, 1, 2048, 32, 8, 128, 2, H200)
     assert (launch.block_m, launch.tile, launch.num_warps, launch.max_registers) == (
         64,
         32,
@@ -255,9 +263,41 @@ def test_launch_config_by_hand():
         255,
     )
     # a group larger than 16 sets the rows
-    assert choose_launch_config(4, 4, 1, 71, 1, 64, 2, 132).block_m == 128
-    launch = choose_launch_config(4, 4, 1, 71, 1, 64, 4, 132)  # in float32 too
+    assert choose_launch_config(4, 4, 1, 71, 1, 64, 2, H200).block_m == 128
+    launch = choose_launch_config(4, 4, 1, 71, 1, 64, 4, H200)  # in float32 too
     assert (launch.block_m, launch.block_q) == (128, 1)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("longest", [1, 5, 17, 1000])
+@pytest.mark.parametrize("group, head_dim", [(1, 64), (4, 128), (8, 256)])
+def test_a_gpu_without_matrix_units_gets_small_tiles(group, head_dim, longest, itemsize):
+    """Triton has none for a T4: 128 rows need 98,304 bytes there, and it has 65,536."""
+    sizes = (8 * longest, 8, longest, 8 * group, 8, head_dim, itemsize)
+    launch = choose_launch_config(*sizes, CHIPS[75])
+    assert launch.block_m <= 32 and launch.tile <= 32
+    num_columns = triton.next_power_of_2(head_dim)
+    # Queries, keys and values, at least, are in shared memory.
+    numbers = (launch.block_m + 2 * launch.tile) * num_columns
+    assert numbers * itemsize <= CHIPS[75].shared_memory
+    assert launch.block_q * group <= launch.block_m
+
+
+def test_the_chip_of_a_device(monkeypatch):
+    """A GPU's own numbers; where torch gives no shared memory, its compute capability's."""
+    properties = {"major": 8, "minor": 9, "multi_processor_count": 76}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties)
+    )
+    gpu = torch.device("cuda", 0)
+    assert chip_of(gpu) == Chip((8, 9), 76, 101_376)
+    properties["shared_memory_per_block_optin"] = 99_000
+    assert chip_of(gpu) == Chip((8, 9), 76, 99_000)
+    properties |= {"minor": 8}  # a GPU that is in no table
+    assert chip_of(gpu) == Chip((8, 8), 76, 99_000)
+    del properties["shared_memory_per_block_optin"]
+    assert chip_of(gpu) == Chip((8, 8), 76, 49_152)
+    assert chip_of(torch.device("cpu")).num_sms == 1
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
