@@ -127,6 +127,8 @@ MUTATIONS = {
     "kernel-no-maximum": Mutation("paged_attention_kernel.py", "max_M = tl.full([BLOCK_M], float(\"-inf\"), tl.float32)", "max_M = tl.full([BLOCK_M], 0.0, tl.float32)", "tests/kernels/test_kernels.py"),
     "kernel-slot-minus-one": Mutation("kernels/triton_ops.py", "        if slot < 0:\n            return\n", "", "tests/kernels/test_kernels.py"),
     "any-numpy-for-the-interpreter": Mutation("kernels/ops.py", "triton_version < (3, 7) and numpy_version >= (2, 4)", "triton_version < (3, 7) and numpy_version >= (2, 5)", "tests/kernels/test_kernels.py"),
+    "colab-takes-any-address": Mutation("check/student.py", 'f"{COLAB}/github")', "COLAB)", "tests/test_packaging.py"),
+    "badges-open-the-solutions": Mutation("check/student.py", "/blob/main/notebooks/student/{name}", "/blob/main/notebooks/{name}", "tests/check/test_notebooks.py"),
     # ---- a cache in 8 bits
     "values-without-their-scale": Mutation("extensions/quantized_kernels.py", "        p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values\n", "", "tests/extensions/test_kv_cache.py"),
     "pairs-the-wrong-way-round": Mutation("extensions/quantized_kernels.py", "tl.interleave(even_MX, odd_MX)", "tl.interleave(odd_MX, even_MX)", "tests/extensions/test_kv_cache.py"),

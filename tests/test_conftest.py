@@ -19,6 +19,9 @@ class InterpretedFunction:
     def fn(): pass
     def run(self): pass
 """
+OPS = """
+def check_triton(on_cuda, block_size): {fault}
+"""
 TESTS = """
 import pytest, torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -33,13 +36,16 @@ def test_kernels():
 """
 
 
-def run(folder, has_gpu, *flags):
+def run(folder, has_gpu, *flags, fault="pass"):
     """{test: its verdict} of the tests above."""
     for name, text in {
         "torch.py": TORCH.format(has_gpu=has_gpu),
         "triton/__init__.py": "",
         "triton/runtime/__init__.py": "",
         "triton/runtime/interpreter.py": KERNEL,
+        "nanobatch/__init__.py": "",
+        "nanobatch/kernels/__init__.py": "",
+        "nanobatch/kernels/ops.py": OPS.format(fault=fault),
         "pytest.ini": "[pytest]\nmarkers = gpu\n kernels\n",
         "gpu/test_it.py": TESTS.format(has_gpu=has_gpu),
     }.items():
@@ -63,6 +69,11 @@ def test_without_a_gpu(tmp_path):
         "test_gpu": "SKIPPED",
         "test_kernels": "PASSED",
     }
+
+
+def test_an_interpreter_that_does_not_work_is_a_reason_to_skip(tmp_path):
+    found = run(tmp_path, False, "-k", "kernels", fault="raise ValueError('numpy is 2.4.6')")
+    assert found == {"test_kernels": "SKIPPED"}
 
 
 def test_with_a_gpu(tmp_path):
