@@ -252,3 +252,16 @@ def test_the_gallery_draws_every_figure(tmp_path):
 def test_no_attribute_is_no_exercise():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = check.nothing
+
+
+def test_chapter_6_says_which_numpy_triton_s_interpreter_needs(monkeypatch):
+    """It raises before the first kernel, whose own error would name a function of NumPy."""
+    pytest.importorskip("nanobatch.paged_attention_kernel")  # as it is, for other tests
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the cells set for good
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr("numpy.__version__", "2.4.6")
+    namespace = {}
+    cells = [cell.source for cell in read(FILES[5]).cells if cell.cell_type == "code"]
+    with pytest.raises(ValueError, match="numpy is 2.4.6; it must be < 2.4 for"):
+        for source in cells[:3]:
+            exec(re.sub("^%.*", "", source, flags=re.M), namespace)
