@@ -4,12 +4,14 @@ Each subcommand is a module of this folder:
 
     add_arguments(parser)     its flags
     check_arguments(args)     refuses what cannot be, if flags.check_common does not
-    run_command(args)         measures and prints; returns the report
+    run_command(args)         measures and prints; returns the report, with a "failure" (a
+                              text) if what was measured is wrong
     draw(found, args, figures)    yields the figures of --plot, if it has that flag
 
 Only the module that was asked for is imported: `simulate` and `host` run without torch.
 
-Exit codes: 0; 1 if it cannot be measured or is wrong; 2 for flags that are refused.
+Exit codes: 0; 1 if it cannot be measured or is wrong; 2 for flags that are refused. What is
+wrong has been printed and saved by then.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def main(
 
     Raises:
         ValueError, OSError: it cannot be measured.
+        SystemExit: flags are refused; or what was measured is wrong.
     """
     name, argv = _split(argv)
     module = _import(name)
@@ -61,6 +64,8 @@ def main(
     if figures is not None and args.plot is not None:  # None: another rank draws
         for file, figure in module.draw(result, args, figures):
             report.save_figure(figure, file)
+    if result.get("failure") is not None:
+        sys.exit(result["failure"])
     return report.finite(result)
 
 

@@ -9,11 +9,14 @@ compiled FlexAttention, both on dense keys of the same shape: what could be read
 ever grew. All must agree before any is timed. Inputs rotate through more memory than a cache
 holds, as the layers of a model do.
 
+Always holds: a case that fails is a row that says why, and the others go on.
+
 Source: figures are counted as FlashAttention's and FlashInfer's benchmarks count them.
 """
 
 from __future__ import annotations
 
+import functools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -56,6 +59,7 @@ PEERS = ("SDPA", "FlexAttention")
 FLAGS = {"dtype": "auto", "device": "auto", "threads": None, "save_json": None}
 
 Call = Callable[[], object]
+Flex = Callable[..., Tensor]
 
 
 class Line(NamedTuple):
@@ -76,6 +80,35 @@ class Line(NamedTuple):
     def rate(self, system: str) -> float:
         """GB/s or TFLOP/s."""
         return self.amount / self.seconds[system] / (1e9 if self.unit == "GB/s" else 1e12)
+
+
+class NoLine(NamedTuple):
+    """A case without figures. is_fault: it is wrong; else the GPU has too little memory."""
+
+    kernel: str
+    shape: str
+    size: str
+    error: str
+    is_fault: bool
+
+
+class Case(NamedTuple):
+    """A line of the table that is still to be measured: measure() checks and times it."""
+
+    kernel: str
+    shape: str
+    size: str
+    measure: Callable[[], Line]
+
+    def line(self) -> Line | NoLine:
+        """The line, or why there is none."""
+        try:
+            return self.measure()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return NoLine(*self[:3], "does not fit into the GPU's memory", is_fault=False)
+        except Exception as error:  # of any kind: Triton's and CUDA's have no common one
+            return NoLine(*self[:3], f"{type(error).__name__}: {error}", is_fault=True)
 
 
 class AttentionInputs(NamedTuple):
@@ -122,7 +155,7 @@ def attention_inputs(
 
 
 def attention_systems(
-    inputs: AttentionInputs, flex: Callable[..., Tensor] | None
+    inputs: AttentionInputs, flex: Flex | None
 ) -> dict[str, Callable[[], Tensor]]:
     """Ours and its peers on the same numbers; each call gives [S, H, T, D].
 
@@ -169,28 +202,39 @@ class KernelBench:
     dtype: torch.dtype
     hardware: Hardware
 
-    def lines(self) -> Iterator[Line]:
-        """All lines of the table, each as soon as it is measured. Leaves out what does not
-        fit into the GPU's memory."""
+    def cases(self) -> Iterator[Case]:
+        """All cases of the table."""
         for kernel, grid in (("decode", DECODES), ("prefill", PREFILLS)):
             for shape_name in SHAPES:
-                flex = None
-                if self.device.type == "cuda":
-                    torch.compiler.reset()  # it gives up compiling after some shapes
-                    flex = torch.compile(flex_attention, dynamic=False)
-                for size in grid[self.device.type]:
-                    try:
-                        yield self.attention_line(kernel, shape_name, size, flex)
-                    except torch.OutOfMemoryError:
-                        torch.cuda.empty_cache()
-        yield from self.other_lines()
+                yield from self.attention_cases(kernel, shape_name, grid[self.device.type])
+        yield from self.other_cases()
+
+    def attention_cases(
+        self,
+        kernel: str,
+        shape_name: str,
+        sizes: Iterable[tuple[int, int]],
+        with_flex: bool = True,
+    ) -> Iterator[Case]:
+        """Cases of "decode" or "prefill"; a size is (sequences, keys of each).
+
+        Args:
+            with_flex: compare with FlexAttention too; on a GPU it is compiled for each size.
+        """
+        flex = None
+        if self.device.type == "cuda" and with_flex:
+            torch.compiler.reset()  # it gives up compiling after some shapes
+            flex = torch.compile(flex_attention, dynamic=False)
+        for size in sizes:
+            measure = functools.partial(self.attention_line, kernel, shape_name, size, flex)
+            yield Case(kernel, shape_name, "{} x {}".format(*size), measure)
 
     def attention_line(
         self,
         kernel: str,
         shape_name: str,
         size: tuple[int, int],
-        flex: Callable[..., Tensor] | None = None,
+        flex: Flex | None = None,
     ) -> Line:
         """Check and time a case of "decode" or "prefill"; size is (sequences, keys of each).
 
@@ -225,7 +269,7 @@ class KernelBench:
             return self._line(*where, "GB/s", kv_bytes, seconds)
         return self._line(*where, "TFLOP/s", 4 * num_seqs * H * D * num_scores, seconds)
 
-    def other_lines(self) -> Iterator[Line]:
+    def other_cases(self) -> Iterator[Case]:
         """The operations between matrix products, and the sampler's passes over the logits."""
         T, S, E, V = NUM_TOKENS[self.device.type], NUM_SAMPLING, HIDDEN, VOCAB
         H, K, D = SHAPES["llama-3-8b"]
@@ -268,9 +312,15 @@ class KernelBench:
             (f"top {NUM_EXACT_LOGITS}", f"{S} x {V}", S * V * 4, topk),
         ]
         for name, size, num_bytes, make in cases:
-            calls = [make() for _ in range(num_copies(num_bytes))]
-            seconds = {OURS: seconds_of(calls, self.device)}
-            yield self._line(name, "llama-3-8b", size, "GB/s", num_bytes, seconds)
+            where = (name, "llama-3-8b", size)
+            yield Case(*where, functools.partial(self._time, where, num_bytes, make))
+
+    def _time(
+        self, where: tuple[str, str, str], num_bytes: int, make: Callable[[], Call]
+    ) -> Line:
+        calls = [make() for _ in range(num_copies(num_bytes))]
+        seconds = {OURS: seconds_of(calls, self.device)}
+        return self._line(*where, "GB/s", num_bytes, seconds)
 
     def _line(
         self, kernel: str, shape: str, size: str, unit: str, amount: int, seconds: dict
@@ -279,20 +329,30 @@ class KernelBench:
         return Line(kernel, shape, size, unit, amount, seconds, amount / seconds[OURS] / most)
 
 
-def print_lines(lines: Iterable[Line]) -> list[Line]:
+def print_lines(lines: Iterable[Line | NoLine]) -> list[Line | NoLine]:
     """Print each line as it comes: our rate and share, then the peers' rates. Returns all."""
     table = report.Table("", ("us", f"{OURS:>15}", "of the most", *PEERS), label_width=38)
     done = []
     for line in lines:
+        done.append(line)
+        label = f"{line.kernel:12}  {line.shape:10}  {line.size:>12}"
+        if isinstance(line, NoLine):
+            print(f"{label}  {line.error.splitlines()[0]}", flush=True)
+            continue
         ours = (
             f"{line.seconds[OURS] * 1e6:.1f}",
             f"{line.rate(OURS):.4g} {line.unit}",
             f"{line.share:.0%}",
         )
         peers = [f"{line.rate(p):.4g}" if p in line.seconds else "" for p in PEERS]
-        table.line(f"{line.kernel:12}  {line.shape:10}  {line.size:>12}", (*ours, *peers))
-        done.append(line)
+        table.line(label, (*ours, *peers))
     return done
+
+
+def failure_of(lines: Iterable[Line | NoLine]) -> str | None:
+    """What to say if a case was wrong."""
+    faults = sum(isinstance(line, NoLine) and line.is_fault for line in lines)
+    return f"{faults} of the cases failed; see above" if faults else None
 
 
 # ----------------------------------------------------------------------------- subcommand
@@ -304,7 +364,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(args: Namespace) -> dict:
-    """Measure and print; the report."""
+    """Measure and print; the report. A "failure" in it makes the exit status 1."""
     if args.threads:
         torch.set_num_threads(args.threads)
     device = resolve_device(args.device)
@@ -313,8 +373,10 @@ def run_command(args: Namespace) -> dict:
     report.print_heading(f"kernels, {report.dtype_name(dtype)}", info)
     print(describe_rates(hardware))
     with torch.inference_mode():
-        lines = print_lines(KernelBench(device, dtype, hardware).lines())
+        cases = KernelBench(device, dtype, hardware).cases()
+        lines = print_lines(case.line() for case in cases)
     return {
         "machine": info | hardware._asdict(),
         "kernels": [line._asdict() for line in lines],
+        "failure": failure_of(lines),
     }

@@ -92,8 +92,11 @@ def test_bench_check_says_what_it_tried(tmp_path, capsys, monkeypatch):
     assert "preemption swap: " in printed and "prefix hits: " in printed
     monkeypatch.setattr(Fuzz, "_difference", lambda self, *of_it: "it is wrong")
     with pytest.raises(SystemExit) as end:
-        bench.main(["check", "0.2"])
-    assert end.value.code == 1 and "it is wrong" in capsys.readouterr().out
+        bench.main(["check", "0.2", "--save-json", str(file)])
+    faults = json.loads(file.read_text())["check"]["faults"]
+    assert faults and faults[0].startswith("it is wrong")
+    assert end.value.code == f"{len(faults)} differences; see above"  # exit status 1
+    assert "it is wrong" in capsys.readouterr().out
 
 
 class SameHash(int):

@@ -47,6 +47,7 @@ from nanobatch import (
     StepResult,
     simulate,
 )
+from nanobatch.bench.speculative import Gain
 from nanobatch.extensions.speculative import PromptLookup
 from nanobatch.llm import build_runner
 from nanobatch.models.config import ModelConfig
@@ -521,6 +522,17 @@ def test_llm_with_drafts_says_what_it_says_without(how):
     deltas = [out.delta for out in drafted.stream(prompts[0], params[0])]
     assert "".join(deltas) == plain.generate(prompts[0], params[0], False)[0].text
     assert drafted.engine.stats.num_accepted_tokens > 0
+
+
+def test_what_is_wrong_is_saved_before_the_exit(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "s.json"
+    gains = [Gain("ordinary", 5.0, 9.0, 2.0, 8, 0.5, same) for same in (1.0, 0.25)]
+    monkeypatch.setattr("nanobatch.bench.speculative.measure", lambda *args: gains)
+    with pytest.raises(SystemExit, match="greedy tokens are others"):
+        bench.main(["speculative", "--max-tokens", "2", "--save-json", str(file)])
+    assert [g["same"] for g in json.loads(file.read_text())["gains"]] == [1.0, 0.25]
+    assert "25%" in capsys.readouterr().out
+    bench.main(["speculative", "--max-tokens", "2", "--dtype", "bfloat16"])  # it rounds
 
 
 def test_bench_says_what_drafts_gain(tmp_path, capsys):

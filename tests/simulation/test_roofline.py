@@ -18,6 +18,7 @@ from nanobatch.bench.hardware import (
     seconds_of,
 )
 from nanobatch.bench.kernels import KernelBench, print_lines
+from nanobatch.kernels.ops import Ops
 from nanobatch.models.variants import make_decoder
 from nanobatch.simulation.roofline import Work, step_work, weights_of_layers
 from nanobatch.utils.arithmetic import keys_seen
@@ -218,3 +219,45 @@ def test_bench_kernels_prints_and_saves_the_table(small, tmp_path, capsys):
     # RoPE: 4 + 2 heads in and out, 2 value heads in and out, cos and sin
     assert lines[5]["amount"] == 8 * 16 * (2 * (4 + 2 * 2) * 4 + 4)
     assert lines[6]["amount"] == 8 * 3 * 32 * 4
+
+
+def test_one_failing_case_is_a_row_and_the_others_go_on(small, tmp_path, monkeypatch, capsys):
+    """One shape does not fit into shared memory, one gives other numbers, one kernel does not
+    compile, one needs more memory than there is (which is no fault)."""
+    ours = kernel_bench.paged_attention
+
+    def fails(q_THD, *args, **kwargs):
+        T, _, D = q_THD.shape
+        if D == 8:
+            raise RuntimeError("out of resource: shared memory\nand more")
+        if T > 2:
+            raise torch.OutOfMemoryError("no room")
+        return ours(q_THD, *args, **kwargs) * 1.5
+
+    class CannotCompile(Ops):
+        def silu_mul(self, gate_up_TF):
+            raise TypeError("at 12:4")
+
+    monkeypatch.setattr(kernel_bench, "paged_attention", fails)
+    monkeypatch.setattr(kernel_bench, "choose_backend", lambda *args: CannotCompile())
+    file = tmp_path / "k.json"
+    with pytest.raises(SystemExit) as end:
+        bench.main(
+            ["kernels", "--device", "cpu", "--dtype", "float32", "--save-json", str(file)]
+        )
+    assert end.value.code == "4 of the cases failed; see above", "a text is exit status 1"
+    lines = json.loads(file.read_text())["kernels"]
+    told = {
+        (x["kernel"], x["shape"]): x["error"].splitlines()[0] for x in lines if "error" in x
+    }
+    assert told == {
+        ("decode", "llama-3-8b"): "AssertionError: Tensor-likes are not close!",
+        ("decode", "smollm2"): "RuntimeError: out of resource: shared memory",
+        ("prefill", "llama-3-8b"): "does not fit into the GPU's memory",
+        ("prefill", "smollm2"): "RuntimeError: out of resource: shared memory",
+        ("SiLU x gate", "llama-3-8b"): "TypeError: at 12:4",
+    }
+    timed = [x["kernel"] for x in lines if "seconds" in x]
+    assert timed == ["RMSNorm", "RoPE + write", "argmax", "top 32"]
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in told.values()) and "and more" not in printed
