@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 from nanobatch.config import EngineConfig
 from nanobatch.engine import LLMEngine
+from nanobatch.kernels.kv_cache import choose_kind
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.loader import LoadedModel, load
@@ -314,10 +315,12 @@ def load_model(name: str, config: EngineConfig, ranks: Ranks | None = None) -> L
             one's shard is kept.
 
     Raises:
-        FileNotFoundError, ValueError: as models.loader.load; or ranks disagree in these values.
+        FileNotFoundError, ValueError: as models.loader.load; the device lacks the number format
+            of weights or cache; or ranks disagree in these values.
     """
     device, shard = resolve_device(config.device), None
     dtype = resolve_dtype(config.dtype, device)
+    choose_kind(config.kv_cache_dtype, dtype, device)  # refused before minutes of loading
     if ranks is not None:
         ranks.check_same(model=name, config=config, dtype=dtype, device=device.type)
         shard = _load_for_ranks("tensor_parallel", config).Shard(ranks)

@@ -37,7 +37,7 @@ from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.cache_size import blocks_on_cpu
 from nanobatch.utils.clock import WallClock
-from nanobatch.utils.device import blocks_beside
+from nanobatch.utils.device import blocks_beside, check_dtype
 
 
 class ModelRunner:
@@ -64,15 +64,15 @@ class ModelRunner:
                 f"tensor_parallel_size is {config.tensor_parallel_size}; the model was loaded "
                 f"for {model.num_ranks}"
             )
-        self.model = model
+        self.model, self.clock = model, WallClock()
         self.vocab_size, self.eos_token_ids = model.vocab_size, model.config.eos_token_ids
         weight = model.embed.weight
         self.device, self.dtype, self.on_cuda = weight.device, weight.dtype, weight.is_cuda
-        self.clock = WallClock()
+        check_dtype(self.dtype, self.device)
         shapes = [decoder.config for decoder in self.decoders()]
         self.layout = choose_layout(config, self.dtype, self.device, shapes)
-        where = (self.device, config.block_size, self.dtype)
-        ops = choose_backend(config.attention_backend, *where)
+        name, block_size = config.attention_backend, config.block_size
+        ops = choose_backend(name, self.device, block_size, self.dtype)
         self.backend = self.layout.kind.backend_for(ops)
         for decoder in self.decoders():
             decoder.set_ops(self.backend)

@@ -137,6 +137,8 @@ MUTATIONS = {
     "zeros-without-a-scale": Mutation("extensions/quantized_cache.py", ".clamp(min=SMALLEST_SCALE)", "", "tests/extensions/test_kv_cache.py"),
     # ---- the CPU's kernels
     "old-torch-has-no-bfloat16": Mutation("utils/device.py", "    return getattr(torch.cpu, ASKED_ONE_BY_ONE[feature])()\n", "    return False\n", "tests/utils/test_device.py"),
+    "bfloat16-on-a-t4": Mutation("utils/device.py", "    if capability < BFLOAT16_CAPABILITY:\n", "    if False:\n", "tests/test_cuda_paths.py"),
+    "fp8-refused-after-loading": Mutation("llm.py", "    choose_kind(config.kv_cache_dtype, dtype, device)  # refused before minutes of loading\n", "", "tests/test_cuda_paths.py"),
     "amx-alone-is-float32": Mutation("utils/device.py", "cpu_has(\"avx512_bf16\") or cpu_has(\"amx_bf16\")", "cpu_has(\"avx512_bf16\")", "tests/utils/test_device.py"),
     "c-reads-the-tail": Mutation("extensions/cpu/kernels.c", "last = end - b * P < P ? end - b * P : P;", "last = P;", "tests/extensions/test_cpu_kernels.py tests/test_attention.py"),
     "c-values-without-their-scale": Mutation("extensions/cpu/kernels.c", "                score[g][p] *= scale_of(here.v_scale, p);\n", "", "tests/extensions/test_kv_cache.py"),

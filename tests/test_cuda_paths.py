@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import bench
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import Row, pack
 from nanobatch.bench.static_batching import run_static_batch
 from nanobatch.extensions.cuda_graphs import DecodeGraphs
 from nanobatch.extensions.ranks import Ranks
 from nanobatch.extensions.tensor_parallel import Shard
-from nanobatch.llm import build_runner
+from nanobatch.llm import build_runner, load_model
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import bytes_per_block
 from nanobatch.models.decoder import Decoder
@@ -202,6 +203,64 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch):
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="device is 'cuda'.*no CUDA device.*'cpu' or 'auto'"):
         LLM("tiny", device="cuda")
+
+
+@pytest.fixture
+def t4(launches, monkeypatch):
+    """A torch that sees a T4. Returns what was asked of the loader: (model, dtype)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    loaded = []
+
+    def load(name, dtype, *args):
+        loaded.append((name, dtype))
+        raise LookupError("far enough")
+
+    monkeypatch.setattr("nanobatch.llm.load", load)
+    return loaded
+
+
+NO_BFLOAT16 = r"dtype is 'bfloat16'.*capability >= 8\.0, and this one's is 7\.5: use 'float16'"
+NO_FP8 = r"kv_cache_dtype is 'fp8'.*capability >= 8\.9, and this one's is 7\.5: use 'int8'"
+
+
+@pytest.mark.parametrize(
+    "knobs, message",
+    [
+        ({"dtype": "bfloat16"}, NO_BFLOAT16),
+        ({"dtype": "bfloat16", "attention_backend": "torch"}, NO_BFLOAT16),
+        ({"dtype": "bfloat16", "speculative": "draft", "draft_model": "tiny"}, NO_BFLOAT16),
+        ({"kv_cache_dtype": "fp8"}, NO_FP8),
+        ({"kv_cache_dtype": "fp8", "dtype": "float32"}, NO_FP8),
+    ],
+)
+def test_what_a_t4_cannot_multiply_is_refused_before_weights_are_loaded(t4, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        LLM("tiny", **knobs)
+    if "speculative" not in knobs:
+        config = EngineConfig(**knobs, tensor_parallel_size=2)
+        with pytest.raises(ValueError, match=message):
+            load_model("tiny", config, Ranks(1, 2))
+    assert t4 == []
+
+
+@pytest.mark.parametrize("flags", [[], ["kernels"], ["speculative"]])
+def test_the_bench_refuses_it_too(t4, flags):
+    with pytest.raises(ValueError, match=NO_BFLOAT16):
+        bench.main([*flags, "--dtype", "bfloat16"])
+    assert t4 == []
+
+
+def test_a_t4_takes_the_other_formats_whatever_a_checkpoint_is_in(t4):
+    for name, dtype in {"auto": torch.float16, "float32": torch.float32}.items():
+        with pytest.raises(LookupError):
+            LLM("tiny", dtype=name, kv_cache_dtype="int8")
+        assert t4.pop() == ("tiny", dtype)
+    assert resolve_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+
+
+def test_weights_that_a_t4_cannot_multiply_are_refused_by_the_runner(t4):
+    with FakeTensorMode(), pytest.raises(ValueError, match=NO_BFLOAT16):
+        ModelRunner(fake_decoder(dtype=torch.bfloat16), EngineConfig(num_blocks=9))
 
 
 # ---- memory ----------------------------------------------------------------------------

@@ -149,9 +149,23 @@ def choose_layout(
     Args:
         dtype: of the models. models: their ModelConfigs.
     """
-    kind, name = KVCache, config.kv_cache_dtype
-    if name != "auto":
-        quantized = load_extension("quantized_cache", f"kv_cache_dtype is {name!r}")
-        kind, dtype = quantized.QuantizedCache, quantized.resolve_cache_dtype(name, device)
+    kind, dtype = choose_kind(config.kv_cache_dtype, dtype, device)
     layers = [(m.num_kv_heads, m.head_dim) for m in models for _ in range(m.num_layers)]
     return CacheLayout(kind, dtype, config.block_size, layers)
+
+
+def choose_kind(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[type[KVCache], torch.dtype]:
+    """The kind of cache that EngineConfig.kv_cache_dtype names, and its number format.
+
+    Args:
+        dtype: of the models, which "auto" stands for.
+
+    Raises:
+        ValueError: the device has no such format, or its extension is missing.
+    """
+    if name == "auto":
+        return KVCache, dtype
+    quantized = load_extension("quantized_cache", f"kv_cache_dtype is {name!r}")
+    return quantized.QuantizedCache, quantized.resolve_cache_dtype(name, device)

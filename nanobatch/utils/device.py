@@ -28,6 +28,7 @@ import torch
 from nanobatch.utils.cache_size import blocks_on_gpu
 from nanobatch.utils.memory import free_memory
 
+BFLOAT16_CAPABILITY = (8, 0)  # of a GPU that multiplies it
 # in torch's messages
 CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 # What torch 2.9 has in place of get_capabilities. All CPUs with AMX's tiles multiply bfloat16.
@@ -55,18 +56,39 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype that EngineConfig.dtype names; "auto": what the device multiplies in
-    hardware.
+    hardware, whatever format a checkpoint is in.
 
-    On a GPU the compute capability decides: a T4 (7.5) reports bfloat16 support, but only
-    emulates it.
+    Raises:
+        ValueError: as check_dtype.
     """
     if name != "auto":
-        return getattr(torch, name)
+        dtype = getattr(torch, name)
+        check_dtype(dtype, device)
+        return dtype
     if device.type == "cuda":
-        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if has_bfloat16 else torch.float16
+        return torch.bfloat16 if capability_of(device) >= BFLOAT16_CAPABILITY else torch.float16
     has_bfloat16 = cpu_has("avx512_bf16") or cpu_has("amx_bf16")
     return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for bfloat16 on a GPU that does not multiply it.
+
+    A T4 (7.5) reports bfloat16 support, but torch only emulates it and Triton has none.
+    """
+    if dtype != torch.bfloat16 or device.type == "cpu":
+        return
+    capability = capability_of(device)
+    if capability < BFLOAT16_CAPABILITY:
+        raise ValueError(
+            "dtype is 'bfloat16'; it needs a GPU of compute capability >= 8.0, and this one's "
+            f"is {capability[0]}.{capability[1]}: use 'float16', 'float32' or 'auto'"
+        )
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability, (7, 5) for a T4."""
+    return torch.cuda.get_device_capability(device)
 
 
 def cpu_has(feature: str) -> bool:
