@@ -24,6 +24,14 @@ positions looks up its own block id.
 before by exp2(m_old - m_new). Scores are scaled by log2(e) beforehand, since exp2 is what the
 hardware has.
 
+*Two tiles on their way*: Triton fetches the keys and values of later tiles while it multiplies
+those of this one, if it knows their addresses early. An address takes a block id, which is
+loaded too; so the loop carries the block ids of the next tile:
+
+    tile               0              1              2
+    block ids          of tile 1      of tile 2      of tile 3        loaded for the next turn
+    keys and values    of 1 and 2     of 2 and 3     of 3 and 4       on their way meanwhile
+
 *Split-KV*: with few sequences and long ones, query blocks x heads do not fill a GPU. Then
 each program takes one of NUM_SPLITS runs of tiles and writes its (acc, m, l), which
 `reduce_splits_kernel` joins. How many splits is a rule of the batch's shape alone
@@ -197,12 +205,11 @@ def paged_attention_kernel(
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    for tile in range(first_tile, end_tile):
-        pos_L = tile * TILE + tl.arange(0, TILE)
+    table_ptr = block_tables_ptr + seq * table_stride
+    pos_L = first_tile * TILE + tl.arange(0, TILE)
+    block_L = tl.load(table_ptr + pos_L // P, mask=pos_L < seq_len, other=0)
+    for _ in range(first_tile, end_tile):
         is_key_L = pos_L < seq_len
-        block_L = tl.load(
-            block_tables_ptr + seq * table_stride + pos_L // P, mask=is_key_L, other=0
-        )
         # 64 bits before multiplying: a cache of more than 2**31 elements is ordinary.
         slot_L = (block_L.to(tl.int64) * K + kv_head) * P + pos_L % P
         where_LD = slot_L[:, None] * D + d_D[None, :]
@@ -221,6 +228,8 @@ def paged_attention_kernel(
 
         p_ML, rescale_M, max_M, sum_M = online_softmax(score_ML, max_M, sum_M)
         acc_MD = add_values(p_ML, v_LD, rescale_M, acc_MD)
+        pos_L += TILE  # the next tile's block ids, a turn before their keys are wanted
+        block_L = tl.load(table_ptr + pos_L // P, mask=pos_L < seq_len, other=0)
 
     row_of_out_M = token_M * (K * G) + head_M
     store_result(

@@ -324,12 +324,10 @@ def quantized_launch_config(
 ) -> LaunchConfig:
     """choose_launch_config's choice, changed for caches in 8 bits.
 
-    Their conversion takes registers: at most 64 rows, half the keys, and all the registers
-    there are, since the compiler would rather spill a few to fit one more program.
+    Their conversion takes registers: at most 64 rows, and fewer keys.
     """
     sizes = (num_tokens, num_seqs, max_query_len, num_heads, num_kv_heads, head_dim)
     launch = choose_launch_config(*sizes, itemsize, chip, max_rows=64)
-    is_float32 = itemsize == 4
-    if is_float32:
-        return dataclasses.replace(launch, tile=16, num_warps=8, max_registers=255)
-    return dataclasses.replace(launch, tile=launch.tile // 2, max_registers=255)
+    is_large, is_float32 = head_dim > 128, itemsize == 4
+    tile = 16 if is_large or is_float32 or chip.capability < (8, 0) else 32
+    return dataclasses.replace(launch, tile=tile, num_stages=2)

@@ -49,7 +49,8 @@ class LaunchConfig:
     grid: tuple[int, int, int]  # query blocks, KV heads, splits
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread; None: the compiler's choice
+    # Of a thread. Left to itself, the compiler may spill some to fit one more program.
+    max_registers: int = 255
 
 
 def choose_launch_config(
@@ -85,14 +86,17 @@ def choose_launch_config(
     if max_query_len == 1:
         num_splits = next_power_of_two(cdiv(2 * chip.num_sms, num_seqs * num_kv_heads))
     num_splits = min(num_splits, MAX_SPLITS)
+    num_warps = 8 if block_m >= sizes.rows_of_8_warps else 4
     return LaunchConfig(
         block_m=block_m,
         block_q=block_q,
         tile=sizes.tile,
         num_splits=num_splits,
         grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
-        num_warps=8 if block_m >= sizes.rows_of_8_warps else 4,
+        num_warps=num_warps,
         num_stages=sizes.num_stages,
+        # All that there are; but three programs of a decode share a multiprocessor's 65,536.
+        max_registers=168 if block_m == 16 and num_warps == 4 and head_dim <= 128 else 255,
     )
 
 
@@ -101,30 +105,32 @@ class _Sizes(NamedTuple):
 
     max_rows: int
     tile: int  # keys
-    rows_of_8_warps: int  # from so many rows on 4 warps have too few registers for a product
-    num_stages: int  # of the loop's pipeline: one less than the tiles on their way
+    rows_of_8_warps: int  # from so many rows on 4 warps have too few registers
+    num_stages: int  # of the loop's pipeline: 3 keep two tiles on their way
 
 
 def _sizes_on(chip: Chip, head_dim: int, itemsize: int) -> _Sizes:
-    """The largest sizes that neither spill nor exceed shared memory.
+    """The largest sizes that neither spill nor exceed shared memory, for heads of up to 256.
 
-    Read from the machine code (tests/kernels/test_compiled_kernels.py), for head dimensions of
-    up to 256. Where products run without matrix units (in float32; in Triton on any GPU before
-    compute capability 8.0) they need more registers.
+    Read from the machine code (tests/kernels/test_compiled_kernels.py). Matrix units of compute
+    capability 9 and 10 (wgmma, tcgen05) take keys and values from shared memory, of which these
+    chips have most. Those of others take them from registers: half the keys. Without matrix
+    units (in float32; in Triton on any GPU before 8.0) all numbers pass through registers.
     """
     is_large, is_float32 = head_dim > 128, itemsize == 4
-    if chip.capability < (8, 0):
-        if is_large and is_float32:
-            return _Sizes(max_rows=16, tile=16, rows_of_8_warps=32, num_stages=1)
-        return _Sizes(
-            max_rows=32, tile=16 if is_large else 32, rows_of_8_warps=16, num_stages=1
-        )
-    if is_float32:
-        return _Sizes(16, tile=16 if is_large else 64, rows_of_8_warps=64, num_stages=2)
-    if is_large:
-        return _Sizes(max_rows=64, tile=32, rows_of_8_warps=64, num_stages=2)
-    rows_of_8_warps = 128 if head_dim <= 64 else 64
-    return _Sizes(max_rows=128, tile=64, rows_of_8_warps=rows_of_8_warps, num_stages=2)
+    has_async_copies = chip.capability >= (8, 0)
+    num_stages = 3 if has_async_copies else 1
+    if is_float32 or not has_async_copies:
+        tile = 16 if is_large else 32
+        return _Sizes(16 if is_float32 else 32, tile, rows_of_8_warps=16, num_stages=num_stages)
+    takes_from_shared_memory = chip.capability[0] in (9, 10)
+    tile = 64 * 64 // next_power_of_two(head_dim) * (2 if takes_from_shared_memory else 1)
+    return _Sizes(
+        max_rows=64 if is_large else 128,
+        tile=min(tile, 64),
+        rows_of_8_warps=64,
+        num_stages=num_stages,
+    )
 
 
 def keys_of_program(

@@ -240,28 +240,16 @@ def test_launch_config_by_hand():
     assert choose_launch_config(16, 16, 1, 32, 8, 128, 2, H200).num_splits == 4
     # a prompt: 128 rows of 32 tokens, never split
     launch = choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, H200)
-    assert (launch.block_m, launch.block_q, launch.num_splits, launch.num_warps) == (
-        128,
-        32,
-        1,
-        8,
-    )
+    assert (launch.block_m, launch.block_q, launch.num_splits) == (128, 32, 1)
+    assert (launch.tile, launch.num_warps, launch.num_stages) == (64, 8, 3)
+    # matrix units that take keys from registers, on chips with 99 KB of shared memory
+    assert choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, CHIPS[89]).tile == 32
     # float32 and large heads: smaller, so that nothing spills
     assert choose_launch_config(2048, 1, 2048, 32, 8, 128, 4, H200).block_m == 16
     launch = choose_launch_config(2048, 1, 2048, 32, 8, 256, 2, H200)
-    assert (launch.block_m, launch.tile, launch.num_warps, launch.max_registers) == (
-        64,
-        32,
-        8,
-        None,
-    )
+    assert (launch.block_m, launch.tile, launch.num_warps) == (64, 32, 8)
     launch = quantized_launch_config(2048, 1, 2048, 32, 8, 128, 2, H200)
-    assert (launch.block_m, launch.tile, launch.num_warps, launch.max_registers) == (
-        64,
-        32,
-        8,
-        255,
-    )
+    assert (launch.block_m, launch.tile, launch.num_warps) == (64, 32, 8)
     # a group larger than 16 sets the rows
     assert choose_launch_config(4, 4, 1, 71, 1, 64, 2, H200).block_m == 128
     launch = choose_launch_config(4, 4, 1, 71, 1, 64, 4, H200)  # in float32 too
