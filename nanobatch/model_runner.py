@@ -33,7 +33,7 @@ from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest, SchedulerOutput, StepResult
 from nanobatch.request import SamplingParams
-from nanobatch.sampler import Sampled, SamplingRow, sample, sampling_row
+from nanobatch.sampler import Sampled, SamplingRow, sample
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.cache_size import blocks_on_cpu
 from nanobatch.utils.clock import WallClock
@@ -106,7 +106,7 @@ class ModelRunner:
         sampling = [s.request for s in scheduled if s.samples]
         result = StepResult({}, {}, {})
         if sampling:
-            sampled = sample(logits_SV, [sampling_row(r) for r in sampling], self.backend)
+            sampled = sample(logits_SV, [SamplingRow.of(r) for r in sampling], self.backend)
             for request, token in zip(sampling, sampled, strict=True):
                 add_tokens(result, request.request_id, [token])
         return result

@@ -8,12 +8,18 @@ by something that checks how they are called. That leaves the numbers, which tes
 and test_decode_graphs.py prove, and the recording itself, which test_gpu.py does on a GPU.
 """
 
+import dataclasses
 import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,12 +29,14 @@ from nanobatch.batch import Row, pack
 from nanobatch.bench.static_batching import run_static_batch
 from nanobatch.extensions.cuda_graphs import DecodeGraphs
 from nanobatch.extensions.ranks import Ranks
+from nanobatch.extensions.rejection_sampling import DraftedRow, Proposal, draw_tokens
 from nanobatch.extensions.tensor_parallel import Shard
 from nanobatch.llm import build_runner, load_model
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import bytes_per_block
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.presets import MODEL_PRESETS
+from nanobatch.sampler import begin_sample
 from nanobatch.utils import device as device_module
 from nanobatch.utils.cache_size import GIB, MAX_AUTO_BLOCKS
 from nanobatch.utils.device import GpuMemory, cache_bytes, resolve_device, resolve_dtype
@@ -36,6 +44,7 @@ from nanobatch.utils.device import GpuMemory, cache_bytes, resolve_device, resol
 pytest.importorskip("triton")
 from nanobatch import paged_attention_kernel  # noqa: E402
 from nanobatch.kernels import triton_ops  # noqa: E402
+from nanobatch.kernels.triton_ops import TritonOps  # noqa: E402
 
 try:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -90,6 +99,7 @@ def launches(monkeypatch):
         "get_device_capability": lambda device: (9, 0),
         "get_device_properties": lambda device: H200,
         "synchronize": lambda device=None: None,
+        "Event": lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None),
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device: None,
         "memory_allocated": lambda device: 1 * GIB,
@@ -154,6 +164,21 @@ class OnlyOnGpu(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, out)):
             is_elsewhere = isinstance(leaf, torch.Tensor) and not leaf.is_cuda
             assert not is_elsewhere, f"{function} touches a tensor on {leaf.device}"
+        return out
+
+
+class NoWaiting(TorchDispatchMode):
+    """No operation may wait for the GPU: none mixes devices, but for copies that need not wait.
+
+    Fake tensors raise by themselves when a number is looked at.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if len({tensor.is_cuda for tensor in tensors}) > 1:
+            flags = [a for a in (*args, *(kwargs or {}).values()) if a is True]
+            assert "copy" in str(function) and flags, f"{function} waits for the GPU"
         return out
 
 
@@ -404,14 +429,6 @@ def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkey
                        min_tokens=2, stop_token_ids=(7,), max_tokens=6),
         SamplingParams(temperature=0, logprobs=3, max_tokens=3),
     ]  # fmt: skip
-    real_stack = torch.stack
-
-    def stack(tensors, *args, **kwargs):
-        """The sampler's look at its rows: all are numbers."""
-        out = real_stack(tensors, *args, **kwargs)
-        return SimpleNamespace(tolist=lambda: [[0] * out.shape[1], *[[1] * out.shape[1]] * 2])
-
-    monkeypatch.setattr("nanobatch.sampler.torch.stack", stack)
     with FakeTensorMode():
         runner = build_runner(fake_decoder(), config)
         assert runner.backend.name == "triton" and runner.compute.sizes == [1, 2, 4, 8]
@@ -423,6 +440,71 @@ def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkey
             last |= {out.request_id: out for out in engine.step()}
     assert [len(last[str(i)].token_ids) for i in range(4)] == [5, 4, 6, 3]
     assert all(out.finish_reason == "length" for out in last.values())
+
+
+NUMBERS_WANTED = AssertionError, DataDependentOutputException, DynamicOutputShapeException
+SAMPLING_KINDS = {
+    "greedy": SamplingParams(temperature=0),
+    "plain": SamplingParams(),
+    "cut": SamplingParams(top_k=5, top_p=0.9, min_p=0.1, temperature=0.7),
+    "penalties": SamplingParams(repetition_penalty=1.2, presence_penalty=1, min_tokens=9),
+    "logprobs": SamplingParams(logprobs=3, temperature=0),
+    "more logprobs": SamplingParams(logprobs=7),
+}
+
+
+def sampling_rows(*names):
+    return [DraftedRow(SAMPLING_KINDS[name], [1, 2], [3], (7,), seed=0) for name in names]
+
+
+@pytest.mark.parametrize("names", [*([name] for name in SAMPLING_KINDS), SAMPLING_KINDS])
+def test_to_begin_to_sample_waits_for_nothing(names, launches, numbers_are_zero, monkeypatch):
+    events = []
+    event = SimpleNamespace(
+        record=lambda: events.append("record"), synchronize=lambda: events.append("wait")
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    seen = FakeTensor.tolist
+    monkeypatch.setattr(FakeTensor, "tolist", lambda x: events.append("read") or seen(x))
+    rows = sampling_rows(*names)
+    with FakeTensorMode():
+        logits_SV = torch.empty(len(rows), 1000, device=GPU)
+        with NoWaiting():
+            draws = begin_sample(logits_SV, rows, TritonOps())
+        assert draws.tokens_S.is_cuda and draws.tokens_S.shape == (len(rows),)
+        assert draws.tokens_S.dtype == torch.int64 and events == ["record"]
+        sampled = draws.read()
+    assert events == ["record", "wait", "read"]
+    assert [s.token_id for s in sampled] == [0] * len(rows)
+    assert all(s.error is None for s in sampled)
+
+
+def test_drafts_are_accepted_without_waiting_too(launches):
+    with FakeTensorMode():
+        logits_SV = torch.empty(3, 1000, device=GPU)
+        probs_V = torch.empty(1000, dtype=torch.float64, device=GPU)
+        greedy, plain, cut = sampling_rows("greedy", "plain", "cut")
+        plain = dataclasses.replace(plain, proposal=Proposal(4, probs_V))
+        with NoWaiting():
+            draws = begin_sample(logits_SV, [greedy, plain, cut], TritonOps(), draw_tokens)
+        assert draws.tokens_S.is_cuda and draws.tokens_S.shape == (3,)
+
+
+def test_waiting_is_noticed(launches):
+    """Each of these would wait for a GPU."""
+    waiting = [
+        lambda x: torch.tensor([1.0, 2.0]).to(GPU),
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: x.cpu(),
+        lambda x: x[x > 0],
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+    ]
+    with FakeTensorMode():
+        x = torch.empty(4, device=GPU)
+        for look in waiting:
+            with NoWaiting(), pytest.raises(NUMBERS_WANTED):
+                look(x)
 
 
 def test_static_batches_on_a_gpu_mix_no_devices(launches, numbers_are_zero):

@@ -26,7 +26,7 @@ LAYERS = [
     ("batch", "attention_masks"),
     ("kernels",),
     ("models", "tiny_model"),
-    ("attention", "paged_attention_kernel", "sampler", "model_runner"),
+    ("attention", "paged_attention_kernel", "sampler", "sampling_row", "model_runner"),
     ("extensions",),
     ("llm",),
     ("simulation",),

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from nanobatch import SamplingParams
-from nanobatch.sampler import SamplingRow, probabilities, sample
+from nanobatch.sampler import SamplingRow, begin_sample, probabilities, sample
 
 NUM_DRAWS = 2000
 NAN, INF = math.nan, math.inf
@@ -397,6 +397,25 @@ BAD_LOGITS = {
     "inf and nan": [INF, NAN, -INF, 2.0],
     "all -inf": [-INF] * 4,
 }
+
+
+def test_what_was_begun_may_be_read_later():
+    """The tokens are on the device at once, valid ids in rows that end with an error too."""
+    random = Random(11)
+    rows = [random_row(random, 4, logprobs=k) for k in (None, 0, 2, 3, 4, 2, 1)]
+    object.__setattr__(rows[1].params, "min_p", [0.1])  # no number
+    rows.append(row(temperature=0, stop=[0, 1, 2, 3], min_tokens=1))
+    logits = [random_logits(random, 4) for _ in rows]
+    logits = torch.tensor([*logits, *BAD_LOGITS.values()])
+    rows += [row(seed, logprobs=2) for seed, _ in enumerate(BAD_LOGITS)]
+    expected = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(rows)]
+    draws = begin_sample(logits, rows)
+    tokens = draws.tokens_S.tolist()
+    logits.fill_(NAN)  # as the next step may
+    assert draws.read() == expected
+    assert [s.error is not None for s in expected].count(True) == 1 + 1 + len(BAD_LOGITS)
+    for token, s in zip(tokens, expected, strict=True):
+        assert token == s.token_id if s.error is None else token in range(4)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])

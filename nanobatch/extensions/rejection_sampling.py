@@ -22,8 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanobatch import sampler
+from nanobatch.kernels.distribution import pick
 from nanobatch.request import Request
-from nanobatch.sampler import SamplingRow, adjust, pick, probabilities, sample, uniform
+from nanobatch.sampler import adjust, probabilities, sample
+from nanobatch.sampling_row import SamplingRow, uniform
+from nanobatch.utils.transfer import to_device
 
 
 class Proposal(NamedTuple):
@@ -73,40 +77,25 @@ def propose(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[Proposal]:
     return proposals
 
 
-def draw_tokens(probs_RV: Tensor, rows: Sequence[DraftedRow]) -> list[int]:
+def draw_tokens(probs_RV: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
     """As sampler.draw_tokens, but a row's token is its proposal's if that is accepted."""
-    numbers = [uniform(row) for row in rows]
-    accepted = _accept(probs_RV, rows, numbers)
-    drawn = pick(probs_RV, numbers)
-    return [accepted.get(r, token_id) for r, token_id in enumerate(drawn)]
-
-
-def _accept(
-    probs_RV: Tensor, rows: Sequence[DraftedRow], numbers: list[float]
-) -> dict[int, int]:
-    """Accept or reject the proposals; return {row: token} for the accepted ones.
-
-    In place, for each row with a proposal: probs_RV becomes what is left to draw from if it is
-    rejected, and its entry of `numbers` the random number for that draw.
-    """
     proposals = {r: row.proposal for r, row in enumerate(rows) if row.proposal is not None}
     proposals = {r: p for r, p in proposals.items() if p.probs_V is not None}
     if not proposals:
-        return {}
-    which = list(proposals)
-    p_XV = probs_RV[which]
+        return sampler.draw_tokens(probs_RV, rows)
+
+    def upload(numbers: list, dtype: torch.dtype = torch.float64) -> Tensor:
+        return to_device(numbers, dtype, probs_RV.device)
+
+    proposed = [(r, proposal.token_id) for r, proposal in proposals.items()]
+    which_X, token_X = upload(proposed, torch.int64).unbind(1)
+    p_XV = probs_RV[which_X]
     q_XV = torch.stack([proposal.probs_V for proposal in proposals.values()])
-    token_ids = [[proposal.token_id] for proposal in proposals.values()]
-    token_X1 = torch.tensor(token_ids, device=p_XV.device)
-    p_X, q_X = (
-        torch.stack((p_XV, q_XV)).gather(2, token_X1.expand(2, -1, 1)).squeeze(2).tolist()
-    )
     left_XV = (p_XV - q_XV).clamp(min=0)
     # Nothing is left only if p and q differ by rounding alone: then draw from p.
-    probs_RV[which] = torch.where(left_XV.sum(dim=1, keepdim=True) > 0, left_XV, p_XV)
-    accepted = {}
-    for r, p, q in zip(which, p_X, q_X, strict=True):
-        numbers[r] = uniform(rows[r], ":left")
-        if uniform(rows[r], ":accept") * q < p:
-            accepted[r] = proposals[r].token_id
-    return accepted
+    left_XV = torch.where(left_XV.sum(dim=1, keepdim=True) > 0, left_XV, p_XV)
+    numbers = [uniform(row, ":left" if r in proposals else "") for r, row in enumerate(rows)]
+    drawn_R = pick(probs_RV.index_copy(0, which_X, left_XV), upload(numbers))
+    p_X, q_X = (x_XV.gather(1, token_X.unsqueeze(1)).squeeze(1) for x_XV in (p_XV, q_XV))
+    is_accepted_X = upload([uniform(rows[r], ":accept") for r in proposals]) * q_X < p_X
+    return drawn_R.index_copy(0, which_X, torch.where(is_accepted_X, token_X, drawn_R[which_X]))

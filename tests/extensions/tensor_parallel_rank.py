@@ -95,7 +95,8 @@ def serve(folder):
     [out] = llm.generate([1, 2, 3], GREEDY, progress=False)
     found["metrics"] = dataclasses.asdict(out.metrics)
     if rank == 1:  # what a rank would sample by itself counts for nothing
-        draw, sampler.draw_tokens = sampler.draw_tokens, lambda probs_RV, rows: [0] * len(rows)
+        draw = sampler.draw_tokens
+        sampler.draw_tokens = lambda probs_RV, rows: torch.zeros(len(rows), dtype=torch.int64)
     found["other draws"] = [out.token_ids for out in llm.generate(PROMPTS, SEEDED)]
     if rank == 1:
         sampler.draw_tokens = draw
