@@ -122,7 +122,7 @@ def store_result(
     is_out_MD = is_row_M[:, None] & is_d_D[None, :]
     if NUM_SPLITS == 1:
         # A row of a captured graph that stands for no sequence has no keys: it gets zeros.
-        out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+        out_MD = acc_MD / tl.where(sum_M != 0, sum_M, 1.0)[:, None]
         tl.store(
             out_ptr + row_of_out_M[:, None] * D + d_D[None, :],
             out_MD.to(out_ptr.dtype.element_ty),
@@ -255,15 +255,14 @@ def reduce_splits_kernel(
     max_X, sum_X = tl.load(max_ptr + part_X), tl.load(sum_ptr + part_X)
     largest = tl.max(max_X, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    # An empty split has seen no key: its max is -inf, its sum 0, and it weighs nothing.
+    # An empty split has seen no key: its max is -inf, its sum and acc 0, and it weighs nothing.
+    # Its acc is loaded all the same: to ask for sum > 0 would leave out those that are NaN.
     weight_X = tl.exp2(max_X - base)
     acc_XD = tl.load(
-        acc_ptr + part_X[:, None] * D + d_D[None, :],
-        mask=(d_D < D)[None, :] & (sum_X > 0)[:, None],
-        other=0.0,
+        acc_ptr + part_X[:, None] * D + d_D[None, :], mask=(d_D < D)[None, :], other=0.0
     )
     total = tl.sum(sum_X * weight_X, 0)
-    out_D = tl.sum(acc_XD * weight_X[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out_D = tl.sum(acc_XD * weight_X[:, None], 0) / tl.where(total != 0, total, 1.0)
     tl.store(out_ptr + row * D + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < D)
 
 

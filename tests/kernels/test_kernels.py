@@ -75,11 +75,12 @@ def attend(q_THD, k_cache, v_cache, batch, launch, scale, sliding_window=None, s
     return triton_ops.paged_attention(q_THD, KVCache(k_cache, v_cache), batch, args, launch)
 
 
-def compare(q_THD, k_cache, v_cache, batch, launch=None, **how):
+def compare(q_THD, k_cache, v_cache, batch, launch=None, equal_nan=False, **how):
     how = {"scale": q_THD.shape[-1] ** -0.5} | how
     found = attend(q_THD, k_cache, v_cache, batch, launch, **how)
     wanted = attention.paged_attention(q_THD, k_cache, v_cache, batch, backend="torch", **how)
-    torch.testing.assert_close(found, wanted, atol=ATOL[q_THD.dtype], rtol=0)
+    near = {"atol": ATOL[q_THD.dtype], "rtol": 0, "equal_nan": equal_nan}
+    torch.testing.assert_close(found, wanted, **near)
 
 
 @pytest.mark.parametrize("dtype", list(ATOL), ids=str)
@@ -111,6 +112,36 @@ def test_splits_and_empty_splits(num_splits, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     args = case(MIXED)
     compare(*args, launch=launch_of(len(args[0]), len(MIXED), 3, num_splits=num_splits))
+
+
+NANS = [(torch.nan, position) for position in (1, 20, 39)]  # first split, between, last split
+POISONS = [
+    (which, *poison)
+    for which in ("queries", "keys", "values")
+    for poison in (*NANS, (torch.inf, 3), (-torch.inf, 38))
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_what_is_not_a_number_reaches_the_output_of_its_sequence_alone(num_splits):
+    """Invariant 15: NaN and infinity in use give exactly what they give in torch, split or not.
+    One sequence for each, with one such number; then one that has a split without weight, all
+    of its scores being -inf, and a NaN among its values; then one with numbers only."""
+    lens = [(1, 40)] * (len(POISONS) + 2)
+    q_THD, k_cache, v_cache, batch = case(lens, K=1, D=16, P=8)
+    tables = batch.block_tables_SB.tolist()
+    for seq, (which, number, position) in enumerate(POISONS):
+        if which == "queries":
+            q_THD[seq, 1, 5] = number
+        else:
+            cache = k_cache if which == "keys" else v_cache
+            cache[tables[seq][position // 8], 0, position % 8, 5] = number
+    q_THD[-2, :, 5] = 1.0
+    k_cache[tables[-2][2:4], 0, :, 5] = -torch.inf
+    v_cache[tables[-2][2], 0, 3, 7] = torch.nan
+    launch = launch_of(len(lens), len(lens), 3, num_kv_heads=1, num_splits=num_splits)
+    compare(q_THD, k_cache, v_cache, batch, launch, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
