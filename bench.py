@@ -8,6 +8,7 @@
     python bench.py kernels
     python bench.py host
     python bench.py check 60
+    python bench.py gpu                          all that one visit to a GPU should bring home
 
 `python bench.py --help` lists the subcommands; each has only its own flags, and its own --help.
 Results, hardware and what the figures mean: nanobatch/bench/README.md.

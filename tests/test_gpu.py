@@ -40,8 +40,9 @@ import bench
 from nanobatch import LLM, EngineConfig, SamplingParams
 from nanobatch.attention import paged_attention
 from nanobatch.batch import Row, pack
+from nanobatch.bench.attention_systems import attention_inputs
 from nanobatch.bench.hardware import measure_hardware
-from nanobatch.bench.kernels import KernelBench, attention_inputs
+from nanobatch.bench.kernels import KernelBench
 from nanobatch.extensions.cuda_graphs import DecodeGraphs
 from nanobatch.llm import build_runner
 from nanobatch.models.loader import load

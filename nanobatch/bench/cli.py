@@ -32,6 +32,7 @@ COMMANDS = {  # by name: the module, and a line of help
     "host": ("host", "what the scheduler costs between two steps"),
     "check": ("fuzz", "random configurations, for so many SECONDS: is it right here?"),
     "speculative": ("speculative", "what drafts gain, on two kinds of text"),
+    "gpu": ("gpu.command", "all that one visit to a GPU should bring home"),
 }
 DEFAULT = "ladder"
 
@@ -59,7 +60,7 @@ def main(
         except ImportError as error:
             parser.error(f"--plot is {args.plot}; it needs matplotlib: {error}")
     result = module.run_command(args) | {"args": report.args_of(args)}
-    if args.save_json is not None:
+    if getattr(args, "save_json", None) is not None:
         report.save(result, args.save_json)
     if figures is not None and args.plot is not None:  # None: another rank draws
         for file, figure in module.draw(result, args, figures):

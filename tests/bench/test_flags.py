@@ -15,9 +15,11 @@ import bench
 from nanobatch.bench import cli
 
 NEEDED = {"simulate": ["llama-2-7b@h100"], "compare": ["--baseline=hf"], "check": ["1"]}
+NEEDED["gpu"] = ["--dry-run"]
 NO_NUMBERS = ("x", "", "nan", "-inf")
 OUT_OF_RANGE = ("-1", "0", "1e999", "1e-320", "1.5", "999999999", str(10**20))
 TEXTS = {"model", "draft_model", "trace", "save_json", "plot", "baseline_python", "simulate"}
+TEXTS |= {"output_dir"}
 # So that the flag has an effect, and only its value can be wrong.
 BESIDE = {
     "burstiness": ["--request-rate=2"], "max_wait": ["--policy=sjf"],
@@ -29,6 +31,7 @@ LEGAL = {
     "burstiness": {"inf", "1e999", "1.5"},
     "goodput": {"1.5", "1e-320", "999999999", str(10**20)},
     "check": {"1.5", "1e-320"},
+    "budget": {"1.5"},
     "max_wait": {"0", "1.5", "1e-320"},
     "prefix_len": {"0"},
     "seed": {"0", "-1", "999999999"},

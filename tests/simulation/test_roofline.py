@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import bench
 from nanobatch import ModelConfig
+from nanobatch.bench import attention_systems as systems
 from nanobatch.bench import kernels as kernel_bench
 from nanobatch.bench.hardware import (
     GpuUtilization,
@@ -185,7 +186,7 @@ def test_what_disagrees_is_not_timed(small, monkeypatch):
     def wrong(q_THD, *args, **kwargs):
         return torch.zeros_like(q_THD)
 
-    monkeypatch.setattr(kernel_bench, "paged_attention", wrong)
+    monkeypatch.setattr(systems, "paged_attention", wrong)
     with pytest.raises(AssertionError, match="not close"):
         small.attention_line("decode", "smollm2", (2, 20))
 
@@ -224,7 +225,7 @@ def test_bench_kernels_prints_and_saves_the_table(small, tmp_path, capsys):
 def test_one_failing_case_is_a_row_and_the_others_go_on(small, tmp_path, monkeypatch, capsys):
     """One shape does not fit into shared memory, one gives other numbers, one kernel does not
     compile, one needs more memory than there is (which is no fault)."""
-    ours = kernel_bench.paged_attention
+    ours = systems.paged_attention
 
     def fails(q_THD, *args, **kwargs):
         T, _, D = q_THD.shape
@@ -238,7 +239,7 @@ def test_one_failing_case_is_a_row_and_the_others_go_on(small, tmp_path, monkeyp
         def silu_mul(self, gate_up_TF):
             raise TypeError("at 12:4")
 
-    monkeypatch.setattr(kernel_bench, "paged_attention", fails)
+    monkeypatch.setattr(systems, "paged_attention", fails)
     monkeypatch.setattr(kernel_bench, "choose_backend", lambda *args: CannotCompile())
     file = tmp_path / "k.json"
     with pytest.raises(SystemExit) as end:
