@@ -1,5 +1,5 @@
-"""One attention problem in several systems: ours on packed queries and a paged cache, torch's on
-dense keys and values of the same numbers.
+"""One attention problem in several systems: ours on packed queries and a paged cache, torch's
+on dense keys and values of the same numbers.
 
 What a dense layout reads in one run, the paged one gathers from blocks that lie anywhere: the
 peers show what that costs. Used by `bench.py kernels` and the sweep of launches (gpu/sweep.py).

@@ -389,13 +389,15 @@ def test_a_part_s_limit_is_at_most_what_is_left(tmp_path, monkeypatch):
 
 
 def test_a_part_that_fails_says_why_in_its_file(tmp_path, monkeypatch):
-    """Rows that were there stay; the text is that of the exit or of the error."""
+    """Each row is there at once, should the process be killed; the text is that of the exit or
+    of the error."""
+    file = tmp_path / "p.json"
 
     def measure(what):
         yield {"row": 1}
+        assert json.loads(file.read_text())["rows"] == [{"row": 1}]
         raise what
 
-    file = tmp_path / "p.json"
     for error, told in ((SystemExit("2 differ"), "2 differ"), (KeyError("x"), "KeyError: 'x'")):
         part = replace(parts.PARTS["check"], measure=measure, tiny={"what": error})
         monkeypatch.setitem(parts.PARTS, "check", part)
@@ -480,7 +482,8 @@ def test_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     )
     assert "--parts is check,check" in refused(capsys, "--dry-run", "--parts", "check,check")
     assert "--budget is 0.5" in refused(capsys, "--dry-run", "--budget", "0.5")
-    assert "no CUDA device" in refused(capsys)
+    with pytest.raises(ValueError, match="sees no CUDA device to measure"):
+        cli.main(["gpu", "--output-dir", "new"])
     args = cli.parse_args(["gpu", "--dry-run", "--output-dir", "new"])
     assert args.parts == NAMES
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "a look changes nothing"

@@ -65,11 +65,6 @@ def check_arguments(args: Namespace) -> None:
             known = ", ".join(parts.PARTS)
             raise ValueError(f"--parts is {args.parts}; each must be one of {known}, once")
     args.parts = names
-    if not args.dry_run and not torch.cuda.is_available():
-        raise ValueError(
-            f"torch {torch.__version__} sees no CUDA device to measure; --dry-run goes through "
-            "all parts on a CPU"
-        )
     folder = Path(args.output_dir)
     if os.path.isdir(folder):
         folder = folder / "gpu.json"
@@ -79,7 +74,16 @@ def check_arguments(args: Namespace) -> None:
 
 
 def run_command(args: Namespace) -> dict:
-    """Run the parts, each in its process, and write the report after each; the report."""
+    """Run the parts, each in its process, and write the report after each; the report.
+
+    Raises:
+        ValueError: there is no GPU, and this is no dry run.
+    """
+    if not args.dry_run and not torch.cuda.is_available():
+        raise ValueError(
+            f"torch {torch.__version__} sees no CUDA device to measure; --dry-run goes through "
+            "all parts on a CPU"
+        )
     folder = Path(args.output_dir)
     folder.mkdir(exist_ok=True)
     end = time.monotonic() + args.budget
