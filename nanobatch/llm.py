@@ -272,10 +272,11 @@ def build_runner(
         ValueError: as ModelRunner; an extension's file is missing; or the draft model, or the
             number of ranks, is not what config says.
     """
-    make = functools.partial(ModelRunner, model)
+    kind = ModelRunner
     if config.speculative is not None or draft is not None:
         module = load_extension("speculative_runner", f"speculative is {config.speculative!r}")
-        make = functools.partial(module.SpeculativeRunner, model, draft=draft)
+        kind = functools.partial(module.SpeculativeRunner, draft=draft)
+    make = functools.partial(kind, model, reserve=_bytes_of_extensions)
     if ranks is None:
         return _extended(make(config, served={"preemption"}))
     parallel = _load_for_ranks("tensor_parallel", config)
@@ -290,9 +291,22 @@ def _extended(runner: ModelRunner) -> ModelRunner:
     """Add what a runner calls in its steps: copies of swapped blocks, captured graphs."""
     if runner.config.preemption == "swap":
         load_extension("host_cache", "preemption is 'swap'").HostCache.add_to(runner)
-    if runner.can_capture and has_extension("cuda_graphs"):
-        load_extension("cuda_graphs", "cuda_graphs is True").DecodeGraphs.add_to(runner)
+    graphs = _graphs_of(runner)
+    if graphs is not None:
+        graphs.DecodeGraphs.add_to(runner)
     return runner
+
+
+def _bytes_of_extensions(runner: ModelRunner) -> int:
+    """The GPU memory that _extended() will take."""
+    graphs = _graphs_of(runner)
+    return 0 if graphs is None else graphs.bytes_of_graphs(runner)
+
+
+def _graphs_of(runner: ModelRunner) -> ModuleType | None:
+    if not (runner.can_capture and has_extension("cuda_graphs")):
+        return None
+    return load_extension("cuda_graphs", "cuda_graphs is True")
 
 
 def join_ranks(config: EngineConfig) -> Ranks | None:

@@ -26,18 +26,17 @@ import torch
 from torch import Tensor
 
 from nanobatch.attention import PagedAttend, choose_backend
-from nanobatch.batch import PADDING_SLOT, Batch, Row, pack, row_of
+from nanobatch.batch import Batch, Row, pack, row_of
 from nanobatch.config import EngineConfig
 from nanobatch.kernels.kv_cache import choose_layout
+from nanobatch.kernels.warm_up import blocks_beside, run_all
 from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
 from nanobatch.plan import ScheduledRequest, SchedulerOutput, StepResult
-from nanobatch.request import SamplingParams
 from nanobatch.sampler import Sampled, SamplingRow, sample
-from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.cache_size import blocks_on_cpu
 from nanobatch.utils.clock import WallClock
-from nanobatch.utils.device import blocks_beside, check_dtype
+from nanobatch.utils.device import check_dtype, measure_step
 
 
 class ModelRunner:
@@ -47,6 +46,7 @@ class ModelRunner:
         model: with its weights. On a CPU those in bfloat16 may be rearranged, permanently.
         config: fields that are None get a value here; see `.config`.
         served: settings that an extension handles, so that they are not refused.
+        reserve: tells the bytes of GPU memory that extensions will take.
 
     Attributes:
         compute: rows to logits; an extension may put a faster function here.
@@ -54,10 +54,16 @@ class ModelRunner:
 
     Raises:
         ValueError: a setting's extension is missing, max_model_len exceeds the model's, or the
-            attention backend, the cache's number format or enough memory is not available.
+            attention backend, a number format or enough memory is not available.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, served: Collection[str] = ()):
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        served: Collection[str] = (),
+        reserve: Callable[[ModelRunner], int] = lambda runner: 0,
+    ):
         config.check_plain(served)
         if config.tensor_parallel_size != model.num_ranks:
             raise ValueError(
@@ -79,13 +85,16 @@ class ModelRunner:
         # torch's paged attention reads lengths on the CPU, which a captured step cannot.
         self.can_capture = config.cuda_graphs and self.on_cuda and self.backend.name == "triton"
         self.config = settle_max_model_len(config, model.config)
+        self.compute: Callable[[Sequence[Row]], Tensor] = self.compute_eagerly
+        self.before_step: list[Callable[[SchedulerOutput], None]] = []
+        self._reserve = reserve
         self.caches = self.layout.allocate("num_blocks", config.num_blocks or 1, self.device)
         if config.num_blocks is None:
             num_blocks = self.count_blocks()
             self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
             self.caches = self.layout.allocate("num_blocks", num_blocks, self.device)
-        self.compute: Callable[[Sequence[Row]], Tensor] = self.compute_eagerly
-        self.before_step: list[Callable[[SchedulerOutput], None]] = []
+        elif self.on_cuda:
+            self.warm_up()
 
     def decoders(self) -> list[Decoder]:
         """The models that have a KV cache here."""
@@ -123,36 +132,21 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------- its memory
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run on a GPU all that this engine will launch (kernels/warm_up.py). This writes to
+        block 0: call it while the cache is empty."""
+        layers = [layer for decoder in self.decoders() for layer in decoder.layers]
+        run_all(self.backend, layers, self.caches, self.config, self.dtype, self.step)
+
     def count_blocks(self) -> int:
-        """Blocks that memory has room for. A GPU's is measured with a step of the largest size,
-        which zeroes block 0: call this while the cache is empty."""
+        """Blocks that memory has room for; a GPU's is measured in a warm_up()."""
         config, size = self.config, self.layout.bytes_per_block
         if not self.on_cuda:
             longest, block_size = config.max_model_len, config.block_size
             return blocks_on_cpu(config.max_num_seqs, longest, block_size, size)
-        return blocks_beside(
-            self._largest_step, self.device, size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            has_graphs=self.can_capture,
-        )  # fmt: skip
-
-    @torch.inference_mode()
-    def _largest_step(self) -> None:
-        """Fill the token budget and all rows, and sample each; write no keys or values. All
-        block tables name block 0, which is zeroed."""
-        config, num_rows = self.config, self.config.max_num_seqs
-        each, left_over = divmod(config.max_num_batched_tokens, num_rows)
-        lens = [min(each + (i < left_over), config.max_model_len) for i in range(num_rows)]
-        rows = [Row([0] * n, 0, [0] * cdiv(n, config.block_size)) for n in lens]
-        batch = pack(rows, config.block_size, self.device)
-        batch.slot_mapping_T.fill_(PADDING_SLOT)
-        for part in (part for cache in self.caches for part in cache.raw_parts()):
-            part[0].zero_()
-        params = SamplingParams(temperature=1.0, top_p=0.9)  # the most expensive kind
-        rows = [SamplingRow(params, (), (), (), seed=i) for i in range(num_rows)]
-        sample(self.forward(batch), rows, self.backend)
+        memory = measure_step(self.warm_up, self.device)
+        return blocks_beside(memory, self._reserve(self), size, config)
 
 
 def add_tokens(result: StepResult, request_id: str, sampled: Sequence[Sampled]) -> None:

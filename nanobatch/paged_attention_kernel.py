@@ -47,18 +47,22 @@ Flash-Decoding (Dao et al., 2023), and the unified Triton attention of vLLM.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanobatch.batch import Batch
+from nanobatch.config import EngineConfig
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import CHIPS, Chip, LaunchConfig, choose_launch_config
 from nanobatch.kernels.ops import AttentionArgs
 from nanobatch.kernels.triton_ops import TritonOps, dense_heads
+from nanobatch.kernels.warm_up import try_launches
 from nanobatch.utils.arithmetic import next_power_of_two
 
 LOG2_E = math.log2(math.e)
@@ -268,6 +272,22 @@ def reduce_splits_kernel(
 
 class TritonBackend(TritonOps):
     """Triton's operations, and paged attention by the kernels above."""
+
+    def warm_up(
+        self,
+        layers: Sequence[nn.Module],
+        caches: Sequence[KVCache],
+        config: EngineConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        """See Ops.warm_up."""
+        chip = chip_of(caches[0].keys.device)
+
+        def variant_of(*sizes: int) -> LaunchConfig:
+            launch = self.launch_config(*sizes, dtype.itemsize, chip)
+            return dataclasses.replace(launch, grid=(0, 0, 0))
+
+        try_launches(self, variant_of, layers, caches, config, dtype)
 
     def paged_attention(
         self,

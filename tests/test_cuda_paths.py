@@ -10,6 +10,7 @@ and test_decode_graphs.py prove, and the recording itself, which test_gpu.py doe
 
 import dataclasses
 import inspect
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -34,15 +35,18 @@ from nanobatch.extensions.tensor_parallel import Shard
 from nanobatch.llm import build_runner, load_model
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import bytes_per_block
-from nanobatch.models.decoder import Decoder
+from nanobatch.models.decoder import Decoder, LMHead
 from nanobatch.models.presets import MODEL_PRESETS
-from nanobatch.sampler import begin_sample
+from nanobatch.sampler import Sampled, begin_sample
 from nanobatch.utils import device as device_module
-from nanobatch.utils.cache_size import GIB, MAX_AUTO_BLOCKS
+from nanobatch.utils.cache_size import GIB
 from nanobatch.utils.device import GpuMemory, cache_bytes, resolve_device, resolve_dtype
 
 pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources  # noqa: E402
+
 from nanobatch import paged_attention_kernel  # noqa: E402
+from nanobatch.extensions import quantized_kernels  # noqa: E402
 from nanobatch.kernels import triton_ops  # noqa: E402
 from nanobatch.kernels.triton_ops import TritonOps  # noqa: E402
 
@@ -57,11 +61,24 @@ GPU = torch.device("gpu", 0)
 KERNELS = {
     paged_attention_kernel: ["paged_attention_kernel", "reduce_splits_kernel"],
     triton_ops: ["rms_norm_kernel", "rope_and_write_kernel", "silu_mul_kernel"],
+    quantized_kernels: ["quantized_attention_kernel", "quantized_rope_and_write_kernel"],
 }
 H200 = SimpleNamespace(
     major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232_448
 )
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
+
+
+# Numbers that a kernel is not compiled for (do_not_specialize).
+ANY_NUMBER = {"num_seqs", "table_stride"}
+
+
+class Counts(dict):
+    """How often each kernel was launched, by name; `forms`: all that the compiler sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.forms = set()
 
 
 class Launches:
@@ -77,19 +94,28 @@ class Launches:
         return self.launch
 
     def launch(self, *args, **kwargs):
+        form = {k: v for k, v in kwargs.items() if k in OPTIONS}
         kwargs = {k: v for k, v in kwargs.items() if k not in OPTIONS}
         bound = self.signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             is_pointer = name.endswith("_ptr")
             assert isinstance(value, torch.Tensor) == is_pointer, f"{self.name}: {name}"
             assert not is_pointer or value.is_cuda, f"{self.name}: {name} is on the CPU"
+            is_constant = self.signature.parameters[name].annotation is not inspect._empty
+            if is_pointer:
+                form[name] = value.dtype, value.storage_offset() * value.itemsize % 16 == 0
+            elif is_constant:
+                form[name] = value
+            elif isinstance(value, int) and name not in ANY_NUMBER:
+                form[name] = value == 1, value % 16 == 0
+        self.counts.forms.add((self.name, *sorted(form.items())))
         self.counts[self.name] = self.counts.get(self.name, 0) + 1
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """A torch that sees an H200, with kernels that are counted and not run."""
-    counts = {}
+    counts = Counts()
     for module, names in KERNELS.items():
         for name in names:
             monkeypatch.setattr(module, name, Launches(getattr(module, name), counts))
@@ -154,6 +180,14 @@ def numbers_are_zero(monkeypatch):
     monkeypatch.setattr(FakeTensor, "tolist", zeros)
     monkeypatch.setattr(torch.Tensor, "__float__", lambda tensor: 0.0)
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: False)
+
+
+@pytest.fixture
+def no_capture(monkeypatch):
+    """A captured step is run again when it is replayed."""
+    monkeypatch.setattr(
+        "nanobatch.extensions.cuda_graphs.CudaCapture", lambda: lambda step: step
+    )
 
 
 class OnlyOnGpu(TorchDispatchMode):
@@ -291,12 +325,21 @@ def test_weights_that_a_t4_cannot_multiply_are_refused_by_the_runner(t4):
 # ---- memory ----------------------------------------------------------------------------
 
 
-def test_what_is_left_for_the_cache():
+@pytest.mark.parametrize(
+    "reserved, utilization, left",
+    [
+        # 90 of 100 may be used; 5 are others', 30 weights, 10 the largest steps'
+        (0, 0.9, 45),
+        # captured graphs have tensors and buffers of their own
+        (7, 0.9, 38),
+        (45, 0.9, 0),
+        (0, 0.4, -5),
+    ],
+)
+def test_what_is_left_for_the_cache(reserved, utilization, left):
     memory = GpuMemory(total=100, others=5, before=30, peak=40)
-    # 90 may be used; 5 are others', 30 weights, 10 a step's
-    assert cache_bytes(memory, 0.9, has_graphs=False) == 90 - 5 - 30 - 10
-    assert cache_bytes(memory, 0.9, has_graphs=True) == 90 - 5 - 30 - 2 * 10
-    assert cache_bytes(memory, 0.4, has_graphs=False) < 0
+    assert memory.taken == 10
+    assert cache_bytes(memory, utilization, reserved) == left
 
 
 def test_measuring_a_step(launches):
@@ -306,30 +349,98 @@ def test_measuring_a_step(launches):
     assert steps == [1] and memory == GpuMemory(141 * GIB, 1 * GIB, 1 * GIB, 2 * GIB)
 
 
+class Memory(TorchDispatchMode):
+    """The memory of the made-up GPU: the bytes of all tensors on it that are alive."""
+
+    def __init__(self, total, others):
+        super().__init__()
+        self.total, self.others, self.now, self.peak = total, others, 0, 0
+        self.known = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                self.count(leaf.untyped_storage())
+        return out
+
+    def count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.free, key, size)
+
+    def free(self, key, size):
+        self.known.remove(key)
+        self.now -= size
+
+    def reset_peak(self, device):
+        self.peak = self.now
+
+    def install(self, monkeypatch):
+        for name, function in {
+            "memory_allocated": lambda device: self.now,
+            "max_memory_allocated": lambda device: self.peak,
+            "memory_reserved": lambda device: self.now,
+            "reset_peak_memory_stats": self.reset_peak,
+            "mem_get_info": lambda d: (self.total - self.others - self.now, self.total),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+
+# A 24 GB card with Llama-3.1-8B in bfloat16, worked out by hand, in bytes.
+E, F, V, NUM_LAYERS = 4096, 14_336, 128_256, 32
+LAYER = 2 * (2 * E + (4096 + 2 * 1024) * E + 4096 * E + 3 * E * F)
+WEIGHTS = 2 * 2 * V * E + NUM_LAYERS * LAYER + 2 * E  # 15.0 GiB
+T, S = 2048, 256  # max_num_batched_tokens and max_num_seqs, by default
+# In a layer's MLP: gate and up, their product, what goes into the MLP and into the layer in
+# bfloat16, and two residuals in float32.
+LAYERS_STEP = T * (2 * (2 * F + F + E + E) + 4 * (E + E))
+LOGITS_STEP = S * V * (2 + 4)  # bfloat16, then float32
+GRAPHS = S * V * 4 + S * 512 * 4 + LOGITS_STEP + 35 * 8 * 2**20 + 32 * 2**20
+
+
+@pytest.fixture
+def card_of_24_gb(launches, numbers_are_zero, no_capture, monkeypatch):
+    """Makes a runner of that model and card; returns the bytes of its pool.
+
+    The model has 2 of its 32 layers; `rest` stands for the weights of the others.
+    """
+    small = dataclasses.replace(MODEL_PRESETS["llama-3.1-8b"], num_layers=2)
+    monkeypatch.setitem(MODEL_PRESETS, "2-layers", small)
+
+    def pool(**knobs):
+        with FakeTensorMode(), Memory(24 * GIB, others=GIB // 2) as memory:
+            memory.install(monkeypatch)
+            model = fake_decoder("2-layers")
+            rest = torch.empty(WEIGHTS - memory.now, dtype=torch.uint8, device=GPU)
+            runner = build_runner(model, EngineConfig(max_model_len=8192, **knobs))
+            assert rest.is_cuda and memory.now > WEIGHTS
+        blocks = sum(part.nbytes for cache in runner.caches for part in cache.parts)
+        assert blocks == runner.config.num_blocks * bytes_per_block(small, 16, 2)
+        return blocks
+
+    return pool
+
+
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_the_pool_is_what_the_largest_step_leaves(
-    launches, numbers_are_zero, cuda_graphs, monkeypatch
-):
-    packed = []
-
-    def watch(rows, block_size, device="cpu"):
-        packed.append(rows)
-        return pack(rows, block_size, device)
-
-    monkeypatch.setattr("nanobatch.model_runner.pack", watch)
+def test_the_pool_of_an_8b_model_on_a_24_gb_card(card_of_24_gb, cuda_graphs, monkeypatch):
+    """Part by part, with a sampler that takes nothing, and logits that are one product."""
     monkeypatch.setattr(
-        "nanobatch.extensions.cuda_graphs.CudaCapture", lambda: lambda step: step
+        LMHead, "forward", lambda self, x: torch.nn.functional.linear(x, self.weight).float()
     )
-    knobs = {"max_num_seqs": 3, "max_num_batched_tokens": 200, "cuda_graphs": cuda_graphs}
-    with FakeTensorMode():
-        runner = build_runner(fake_decoder(), EngineConfig(**knobs, gpu_memory_utilization=0.1))
-    assert [len(row.token_ids) for row in packed[0]] == [67, 67, 66]
-    assert isinstance(runner.compute, DecodeGraphs) == cuda_graphs
-    left = cache_bytes(GpuMemory(141 * GIB, GIB, GIB, 2 * GIB), 0.1, cuda_graphs)
-    size = bytes_per_block(MODEL_PRESETS["tiny"], 16, 2)
-    assert runner.config.num_blocks == left // size < MAX_AUTO_BLOCKS
-    assert runner.caches[0].keys.shape[0] == runner.config.num_blocks
-    assert all(part.is_cuda for cache in runner.caches for part in cache.parts)
+    monkeypatch.setattr("nanobatch.model_runner.sample", sample_zeros)
+    assert LOGITS_STEP < LAYERS_STEP
+    wanted = 0.9 * 24 * GIB - GIB // 2 - WEIGHTS - LAYERS_STEP - cuda_graphs * GRAPHS
+    small_tensors = 8 * 2**20  # angles, block tables, numbers of tokens
+    assert 0 <= wanted - card_of_24_gb(cuda_graphs=cuda_graphs) < small_tensors
+
+
+def test_most_of_what_an_8b_model_leaves_is_cache(card_of_24_gb):
+    """With everything that is run: 6.1 GiB are left beside the weights."""
+    assert card_of_24_gb() > 3.4 * GIB
 
 
 def test_ranks_take_a_pool_that_fits_all_of_them(launches, numbers_are_zero, monkeypatch):
@@ -365,7 +476,7 @@ def test_memory_that_does_not_suffice_is_a_value_error(launches, numbers_are_zer
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"])
-def test_a_captured_step_neither_waits_nor_copies(name, launches):
+def test_a_captured_step_neither_waits_nor_copies(name, launches, numbers_are_zero):
     """Either would end the capture with an error, on a GPU alone."""
     config = MODEL_PRESETS[name]
     with FakeTensorMode():
@@ -389,7 +500,9 @@ def test_a_captured_step_neither_waits_nor_copies(name, launches):
         assert graphs.replay(batch).shape == (2, config.vocab_size)
 
 
-def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches, monkeypatch):
+def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(
+    launches, numbers_are_zero, monkeypatch
+):
     config, exchanges = MODEL_PRESETS["llama-3.1-8b"], []
     monkeypatch.setattr(Ranks, "all_of", lambda ranks, number: [number])
     for name in ("all_reduce", "all_gather"):
@@ -416,11 +529,8 @@ def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(launches,
         DecodeGraphs(runner, capture)
 
 
-def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, monkeypatch):
+def test_the_engine_on_a_gpu_mixes_no_devices(launches, numbers_are_zero, no_capture):
     """Prefill, chunks, decodes, every kind of sampling: an engine to its end."""
-    monkeypatch.setattr(
-        "nanobatch.extensions.cuda_graphs.CudaCapture", lambda: lambda step: step
-    )
     config = EngineConfig(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=8)
     kinds = [
         SamplingParams(temperature=0, max_tokens=5),
@@ -505,6 +615,75 @@ def test_waiting_is_noticed(launches):
         for look in waiting:
             with NoWaiting(), pytest.raises(NUMBERS_WANTED):
                 look(x)
+
+
+# Two kinds of layers: with a window and without.
+WINDOWS = dataclasses.replace(
+    MODEL_PRESETS["tiny"], num_layers=2, sliding_window=32, full_attention_layers={1}
+)
+SERVED = [
+    {"speculative": "ngram", "num_speculative_tokens": 4},
+    {"cuda_graphs": False, "max_num_batched_tokens": 200, "kv_cache_dtype": "int8"},
+    {"speculative": "draft", "draft_model": "tiny", "num_speculative_tokens": 3},
+    {"batching": "static", "enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+]
+SERVED = [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(SERVED)]
+
+
+@pytest.mark.parametrize("knobs", SERVED)
+def test_serving_launches_nothing_that_was_not_launched_before(
+    launches, numbers_are_zero, no_capture, knobs, monkeypatch
+):
+    """Nothing is compiled in a step: mixed batches, chunks, splits, drafts, padded graphs."""
+    few_sms = SimpleNamespace(**vars(H200) | {"multi_processor_count": 8})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few_sms)
+    monkeypatch.setattr("nanobatch.model_runner.sample", sample_zeros)
+    monkeypatch.setattr("nanobatch.extensions.speculative_runner.sample", sample_zeros)
+    monkeypatch.setattr("nanobatch.extensions.rejection_sampling.sample", sample_zeros)
+    monkeypatch.setitem(MODEL_PRESETS, "windows", WINDOWS)
+    limits = {"num_blocks": 60, "max_num_seqs": 6, "max_model_len": 150}
+    config = EngineConfig(**{**limits, "max_num_batched_tokens": 40, **knobs})
+    with FakeTensorMode():
+        draft = fake_decoder("windows") if config.speculative == "draft" else None
+        runner = build_runner(fake_decoder("windows"), config, draft)
+        before = set(launches.forms)
+        launches.forms.clear()
+        engine = LLMEngine(runner.config, runner)
+        for num_prompt_tokens in (3, 70, 1, 1, 9, 120):
+            params = SamplingParams(temperature=0, max_tokens=5)
+            engine.add_request([0] * num_prompt_tokens, params)
+            engine.step()
+        while engine.has_unfinished():
+            engine.step()
+    attention = [form for form in launches.forms if "attention" in form[0]]
+    assert len(attention) >= 4 and len(launches.forms) > len(attention)
+    assert launches.forms <= before
+
+
+def sample_zeros(logits_SV, rows, ops=None, draw=None):
+    return [Sampled(0)] * len(rows)
+
+
+@pytest.mark.parametrize("kernel", ["paged_attention_kernel", "rms_norm_kernel"])
+@pytest.mark.parametrize("num_blocks", [None, 9])
+def test_a_kernel_that_does_not_fit_is_refused_at_the_start(
+    launches, numbers_are_zero, kernel, num_blocks, monkeypatch
+):
+    """Also one that only some steps launch, as those of more than 64 rows a program."""
+    real = Launches.launch
+
+    def launch(self, *args, **kwargs):
+        if self.name == kernel and kwargs.get("BLOCK_M", 128) > 64:
+            raise OutOfResources(98_304, 65_536, "shared memory")
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Launches, "launch", launch)
+    message = (
+        "attention_backend is 'triton'.*dtype 'bfloat16', kv_cache_dtype 'auto', block_size 16 "
+        "and heads of 32: use 'torch'.*shared memory.*98304"
+    )
+    with FakeTensorMode(), pytest.raises(ValueError, match=message):
+        ModelRunner(fake_decoder(), EngineConfig(num_blocks=num_blocks))
 
 
 def test_static_batches_on_a_gpu_mix_no_devices(launches, numbers_are_zero):

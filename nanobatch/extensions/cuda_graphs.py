@@ -11,11 +11,13 @@ to the next size that has a graph:
     seq_lens              6  9  2  3 18  0  0  0               no keys to read
 
 A graph fixes only the batch's shape. The launch configuration of attention depends on nothing
-else (choose_launch_config); lengths, slots and block tables are data in the buffers. A step
+else (choose_launch_config); lengths, slots and block tables are data in the buffers. What is
+computed once a batch (Batch.once) is recorded too: replay computes it from the new data. A step
 with any prefill in it, or with drafts to check, runs eagerly.
 
 Always holds (invariants 12 and 14): replay gives what the same step gives eagerly; padding
-rows neither read nor write the cache.
+rows neither read nor write the cache; what a graph reads lives as long as it does, as a buffer
+here or in the graphs' own pool of memory.
 
 Taught in notebooks/06_the_triton_kernel.ipynb. Source: vLLM's and nano-vllm's model runners.
 """
@@ -31,8 +33,15 @@ from torch import Tensor
 from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
 from nanobatch.model_runner import ModelRunner
 from nanobatch.utils.arithmetic import cdiv
+from nanobatch.utils.device import measure_step
 
 Step = Callable[[], None]
+MIB = 2**20
+# What CUDA itself takes for a recorded step of hundreds of kernels: not yet measured.
+# vLLM takes 1 MiB at least.
+GRAPH_BYTES = 8 * MIB
+# What cuBLAS takes for the stream that records: as torch has it on a Hopper, else 8 MiB.
+WORKSPACE_BYTES = 32 * MIB
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -57,6 +66,24 @@ def pad_decodes(batch: Batch, num_rows: int) -> Batch:
         logits_indices_S=torch.arange(num_rows, device=device),
         derived={"max_query_len": 1},
     )
+
+
+@torch.inference_mode()
+def bytes_of_graphs(runner: ModelRunner) -> int:
+    """The GPU memory that a runner's graphs will take, before they are recorded: their buffers,
+    the tensors of the largest step (smaller ones find room in its memory), and CUDA's own.
+
+    Call it when the runner has run other steps: what these leave is not counted twice.
+    """
+
+    def run_largest() -> None:
+        steps: list[Step] = []
+        DecodeGraphs(runner, capture=lambda step: steps.append(step) or step)
+        steps[0]()
+
+    taken = measure_step(run_largest, runner.device).taken
+    num_graphs = len(graph_sizes(runner.config.max_num_seqs))
+    return taken + num_graphs * GRAPH_BYTES + WORKSPACE_BYTES
 
 
 class CudaCapture:
@@ -124,8 +151,17 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> Step:
         """One step on the first `size` rows of the buffers."""
+
+        def step() -> None:
+            self._logits_SV[:size].copy_(self._runner.forward(self._first_rows(size)))
+
+        return step
+
+    def _first_rows(self, size: int) -> Batch:
+        """A part of the buffers; a new Batch each time, so that what is derived from it (once)
+        is recorded with the step."""
         whole = self._buffers
-        batch = Batch(
+        return Batch(
             token_ids_T=whole.token_ids_T[:size],
             positions_T=whole.positions_T[:size],
             slot_mapping_T=whole.slot_mapping_T[:size],
@@ -135,11 +171,6 @@ class DecodeGraphs:
             logits_indices_S=whole.logits_indices_S[:size],
             derived={"max_query_len": 1},
         )
-
-        def step() -> None:
-            self._logits_SV[:size].copy_(self._runner.forward(batch))
-
-        return step
 
     def replay(self, batch: Batch) -> Tensor:
         """Logits of a batch of decodes, float32 [S, V], valid until the next replay.

@@ -22,7 +22,7 @@ Source: speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -60,6 +60,7 @@ class SpeculativeRunner(ModelRunner):
         model: Decoder,
         config: EngineConfig,
         served: Collection[str] = (),
+        reserve: Callable[[ModelRunner], int] = lambda runner: 0,
         draft: Decoder | None = None,
     ):
         self.draft = draft
@@ -68,7 +69,7 @@ class SpeculativeRunner(ModelRunner):
             self._drafting = load_extension("draft_model", setting)
             settled = settle_max_model_len(config, model.config)
             self._drafting.check_draft_model(model, draft, settled)
-        super().__init__(model, config, {*served, "speculative"})
+        super().__init__(model, config, {*served, "speculative"}, reserve)
 
     def decoders(self) -> list[Decoder]:
         return [self.model] if self.draft is None else [self.model, self.draft]

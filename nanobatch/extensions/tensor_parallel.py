@@ -199,8 +199,8 @@ def agree_on_blocks(
     Args:
         make: a rank's runner from a config.
     """
-    probe = make(dataclasses.replace(config, num_blocks=1))
     with ranks.together():
+        probe = make(dataclasses.replace(config, num_blocks=1))
         num_blocks = config.num_blocks or probe.count_blocks()
         agreed = min(ranks.all_of(num_blocks))  # waits for ranks that take longer to load
     return dataclasses.replace(config, num_blocks=agreed)

@@ -21,6 +21,7 @@ RoPE (Su et al., 2021) in the half-split form of Hugging Face's Llama; SwiGLU (S
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor, nn
 
 from nanobatch.attention_masks import causal_mask
+from nanobatch.config import EngineConfig
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.utils.arithmetic import next_power_of_two
 
@@ -52,6 +54,18 @@ class Ops:
 
     def prepack(self, decoder: nn.Module) -> None:
         """Lay a decoder's weights out for this backend, in place; torch has nothing to do."""
+
+    def warm_up(
+        self,
+        layers: Sequence[nn.Module],
+        caches: Sequence[KVCache],
+        config: EngineConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        """Compile all that a GPU will be given (kernels/warm_up.py); torch has nothing to do.
+
+        Args: see warm_up.try_launches.
+        """
 
     def rms_norm(
         self, x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None

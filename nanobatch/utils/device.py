@@ -2,15 +2,15 @@
 
     resolve_device     "auto": a CUDA GPU where torch sees one, else the CPU
     resolve_dtype      "auto": a number format that the device multiplies fast
+    check_dtype        refuses one that a GPU does not multiply
     cache_directory    the user's folder for compiled kernels
     free_bytes         the memory it has left, before weights are made
     refuse_as          turns "out of memory" into a ValueError
-    measure_step       the memory of a GPU before and during one step
+    measure_step       the memory of a GPU before and during a step
     cache_bytes        what a GPU has left for the KV cache
-    blocks_beside      how many blocks that is
 
-    a GPU's memory    [ others | weights | one step's tensors | the same for graphs | cache | ]
-                      |<--------------------- gpu_memory_utilization -------------------->|
+    a GPU's memory    [ others | weights | the largest step's tensors | graphs | cache |      ]
+                      |<--------------------- gpu_memory_utilization ----------------->|
 
 Source: vLLM, which also measures one step of the largest size before it sizes its cache.
 """
@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import torch
 
-from nanobatch.utils.cache_size import blocks_on_gpu
 from nanobatch.utils.memory import free_memory
 
 BFLOAT16_CAPABILITY = (8, 0)  # of a GPU that multiplies it
@@ -139,16 +138,21 @@ def refuse_as(message: str) -> Iterator[None]:
 
 
 class GpuMemory(NamedTuple):
-    """A GPU's memory around one step of the largest size, in bytes.
+    """A GPU's memory around some steps, in bytes.
 
     total: of the GPU. others: used by other processes and by CUDA itself. before: this
-    process's tensors before the step, mostly weights. peak: the maximum during the step.
+    process's tensors before the steps, mostly weights. peak: the maximum during them.
     """
 
     total: int
     others: int
     before: int
     peak: int
+
+    @property
+    def taken(self) -> int:
+        """By the steps' own tensors."""
+        return self.peak - self.before
 
 
 def measure_step(step: Callable[[], None], device: torch.device) -> GpuMemory:
@@ -164,46 +168,12 @@ def measure_step(step: Callable[[], None], device: torch.device) -> GpuMemory:
     return GpuMemory(total, total - free - torch.cuda.memory_reserved(device), before, peak)
 
 
-def cache_bytes(memory: GpuMemory, utilization: float, has_graphs: bool) -> int:
-    """Bytes left for the cache; below 0 if not even one step fits.
-
-    Captured graphs keep their own copy of a step's tensors, so these count twice.
-    """
-    step = memory.peak - memory.before
-    taken = memory.others + memory.before + step * (2 if has_graphs else 1)
-    return int(memory.total * utilization) - taken
-
-
-def blocks_beside(
-    step: Callable[[], None],
-    device: torch.device,
-    bytes_per_block: int,
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    gpu_memory_utilization: float,
-    has_graphs: bool,
-) -> int:
-    """Blocks of KV cache that a GPU has room for beside the weights and one step.
+def cache_bytes(memory: GpuMemory, utilization: float, reserved: int) -> int:
+    """Bytes left for the cache; below 0 if not even the steps fit.
 
     Args:
-        step: runs a step of the largest size, which max_num_seqs and max_num_batched_tokens
-            set.
-
-    Raises:
-        ValueError: such a step, or a block beside it, does not fit.
+        memory: around the largest steps.
+        reserved: what else will be there beside the cache, in bytes.
     """
-    with refuse_as(
-        f"max_num_batched_tokens is {max_num_batched_tokens} and max_num_seqs {max_num_seqs}; "
-        "a step of that size does not fit into the GPU beside the weights: lower them"
-    ):
-        memory = measure_step(step, device)
-    free = cache_bytes(memory, gpu_memory_utilization, has_graphs)
-    num_blocks = blocks_on_gpu(free, bytes_per_block)
-    if num_blocks < 1:
-        raise ValueError(
-            f"gpu_memory_utilization is {gpu_memory_utilization}; the weights and one step "
-            "leave no room for a block of the cache: raise it, or lower max_num_batched_tokens "
-            f"({max_num_batched_tokens}) or max_num_seqs ({max_num_seqs})"
-        )
-    return num_blocks
+    taken = memory.others + memory.before + memory.taken + reserved
+    return int(memory.total * utilization) - taken

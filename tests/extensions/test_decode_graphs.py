@@ -6,9 +6,12 @@ test_gpu.py repeats it with recorded graphs.
 """
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanobatch import EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import PADDING_SLOT, Row, pack
@@ -119,6 +122,82 @@ def test_replay_is_the_eager_step():
             for cache in pair:
                 cache.nan_to_num_()
     assert replayed == [5, 1, 4, 4, 2]
+
+
+class Recording(TorchDispatchMode):
+    """What a step computes, without the Python around it, as a CUDA graph has it: replay runs
+    the same operations on the same tensors.
+
+    outside: the memory that it reads or writes and has not made; not kept alive from here.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.inside, self.outside = [], set(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        inputs = [x.untyped_storage() for x in args if isinstance(x, torch.Tensor)]
+        outside = [x for x in inputs if x._cdata not in self.inside]
+        self.outside += map(weakref.ref, outside)
+        if out.untyped_storage()._cdata not in {x._cdata for x in outside}:  # else a view
+            self.inside.add(out.untyped_storage()._cdata)
+        self.operations.append((function, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for function, args, kwargs, out in self.operations:
+            new = function(*args, **kwargs)
+            if new.data_ptr() != out.data_ptr():
+                out.copy_(new)
+
+
+class LengthsAsLogits:
+    """A runner whose logits are the rows' lengths, derived once a batch, in two layers."""
+
+    device, vocab_size = torch.device("cpu"), 3
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=4, max_model_len=40)
+
+    def forward(self, batch):
+        for _ in range(2):
+            lens_S = batch.once("a plan", lambda: batch.seq_lens_S.float())
+        return lens_S.unsqueeze(1).mul(torch.ones(1, 3))
+
+
+def record(step, recordings):
+    step()  # as CudaCapture does
+    with Recording() as recording:
+        step()
+    recordings.append(recording)
+    return recording.replay
+
+
+@torch.inference_mode()
+def test_what_is_derived_from_a_batch_is_recorded():
+    """It follows the lengths: they are data, and Python does not run again."""
+    recordings = []
+    graphs = DecodeGraphs(LengthsAsLogits(), lambda step: record(step, recordings))
+    for lens in ([5], [9], [3, 20], [4, 21], [7, 1, 2], [30, 30, 30, 30], [8]):
+        found = graphs.replay(pack([Row([0], n - 1, [0, 1, 2]) for n in lens], 16))
+        assert found.tolist() == [[n] * 3 for n in lens]
+
+
+@torch.inference_mode()
+def test_what_a_graph_reads_lives_as_long_as_the_graphs():
+    recordings = []
+
+    def capture(step):
+        record(step, recordings)
+        for recording in recordings:
+            recording.operations.clear()  # a CUDA graph has addresses only
+        return lambda: None
+
+    graphs = DecodeGraphs(LengthsAsLogits(), capture)
+    gc.collect()
+    outside = [storage for recording in recordings for storage in recording.outside]
+    assert len(recordings) == 3 and outside
+    assert all(storage() is not None for storage in outside)
+    assert graphs.sizes == [1, 2, 4]
 
 
 @torch.inference_mode()

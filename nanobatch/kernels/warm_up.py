@@ -1,0 +1,247 @@
+"""What a GPU runs before it serves: what does not fit, or does not run, is found then.
+
+    run_all          everything, and a ValueError that names what to change
+    try_launches     each variant of the attention kernel that serving can launch, once
+    largest_steps    the steps that take the most memory, as plans
+    blocks_beside    the blocks of KV cache that there is room for
+
+A variant is what the compiler sees of a launch: rows, keys of a tile, splits, warps. It follows
+from the batch's shape (choose_launch_config), so the host looks through all shapes:
+
+    T tokens, S sequences, longest query     1, 1, 1   2, 2, 1   5, 5, 1   16, 1, 16   90, 3, 64
+    variant                                     a         b         b          c          d
+    tried                                       x         x                    x          x
+
+Every other kernel has one variant, which the largest steps run. All that has been tried is
+compiled, so no request waits for a compiler.
+
+Source: vLLM's profile run and its warm-up of kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanobatch.batch import Batch, Row, pack
+from nanobatch.config import EngineConfig
+from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.ops import HAS_TRITON, Ops
+from nanobatch.plan import ScheduledRequest
+from nanobatch.request import Request, SamplingParams
+from nanobatch.utils.arithmetic import cdiv
+from nanobatch.utils.cache_size import blocks_on_gpu
+from nanobatch.utils.device import GpuMemory, cache_bytes, refuse_as
+
+
+class Shape(NamedTuple):
+    """A batch's shape: all that a launch depends on."""
+
+    num_tokens: int
+    num_seqs: int
+    max_query_len: int
+
+    def pack(self, block_size: int, device: torch.device) -> Batch:
+        """Such a batch, with all its keys in block 0: the longest query, then the others."""
+        num_others, left = self.num_seqs - 1, self.num_tokens - self.max_query_len
+        lens = [self.max_query_len]
+        lens += [left // num_others + (i < left % num_others) for i in range(num_others)]
+        rows = [Row([0] * n, 0, [0] * cdiv(n, block_size)) for n in lens]
+        return pack(rows, block_size, device)
+
+
+def run_all(
+    ops: Ops,
+    layers: Sequence[nn.Module],
+    caches: Sequence[KVCache],
+    config: EngineConfig,
+    dtype: torch.dtype,
+    step: Callable[[list[ScheduledRequest]], object],
+) -> None:
+    """Run what an engine on a GPU will launch.
+
+    Args:
+        layers: of all decoders. caches: one for each; block 0 is zeroed, read and written.
+        config: with max_model_len set. dtype: of the decoders.
+        step: computes a plan's entries.
+
+    Raises:
+        ValueError: something does not fit into the GPU's memory, or does not run on it.
+    """
+    message = (
+        f"max_num_batched_tokens is {config.max_num_batched_tokens} and max_num_seqs "
+        f"{config.max_num_seqs}; a step of that size does not fit into the GPU beside the "
+        f"weights: lower them{'' if config.num_blocks is None else ', or num_blocks'}"
+    )
+    try:
+        with refuse_as(message):
+            for part in (part for cache in caches for part in cache.raw_parts()):
+                part[0].zero_()
+            ops.warm_up(layers, caches, config, dtype)
+            for scheduled in largest_steps(config):
+                step(scheduled)
+    except Exception as error:
+        if not is_of_a_kernel(error):
+            raise
+        head_dims = ", ".join(str(d) for d in sorted({cache.keys.shape[3] for cache in caches}))
+        raise ValueError(
+            f"attention_backend is 'triton'; a kernel does not run on this GPU, with dtype "
+            f"{str(dtype).removeprefix('torch.')!r}, kv_cache_dtype {config.kv_cache_dtype!r}, "
+            f"block_size {config.block_size} and heads of {head_dims}: use 'torch', or change "
+            f"one of these ({error})"
+        ) from error
+
+
+def is_of_a_kernel(error: Exception) -> bool:
+    """Whether Triton raised it: while it compiled, or for a program that is too large."""
+    if not HAS_TRITON:
+        return False
+    from triton.errors import TritonError
+
+    return isinstance(error, TritonError) or "PassManager::run failed" in str(error)
+
+
+def try_launches(
+    ops: Ops,
+    variant_of: Callable[..., Hashable],
+    layers: Sequence[nn.Module],
+    caches: Sequence[KVCache],
+    config: EngineConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Run paged attention once for each variant and each kind of layer.
+
+    Args:
+        variant_of: the variant of a launch, by (T, S, longest query, H, K, D).
+        layers: of the decoders. caches: one for each; block 0 is read.
+        config: with max_model_len set. dtype: of the queries.
+    """
+    kinds = {}
+    for layer, cache in zip(layers, caches, strict=True):
+        kinds.setdefault((layer.heads[0], cache.keys.shape[1:], layer.attention_args), cache)
+    packed = functools.cache(Shape.pack)
+    for (H, (K, P, D), args), cache in kinds.items():
+        device = cache.keys.device
+        of_kind = functools.cache(lambda shape, sizes=(H, K, D): variant_of(*shape, *sizes))
+        for shape in shapes_to_try(of_kind, config):
+            q_THD = torch.zeros(shape.num_tokens, H, D, dtype=dtype, device=device)
+            ops.paged_attention(q_THD, cache, packed(shape, P, device), args)
+
+
+def shapes_to_try(variant_of: Callable[[Shape], Hashable], config: EngineConfig) -> list[Shape]:
+    """A small shape for each variant that a step of this engine can have.
+
+    Args:
+        variant_of: while only one number of a shape grows, and the rows of a program stay the
+            same, a variant that has changed does not come back.
+        config: with max_model_len set.
+    """
+
+    @functools.cache
+    def shapes(num_seqs: int) -> list[Shape]:
+        return list(_shapes_of(num_seqs, config, variant_of))
+
+    def variants(num_seqs: int) -> set[Hashable]:
+        return {variant_of(shape) for shape in shapes(num_seqs)}
+
+    found = {}
+    for num_seqs in starts_of_runs(1, config.max_num_seqs, variants):
+        for shape in shapes(num_seqs):
+            found.setdefault(variant_of(shape), shape)
+    return list(found.values())
+
+
+def _shapes_of(
+    num_seqs: int, config: EngineConfig, variant_of: Callable[[Shape], Hashable]
+) -> Iterator[Shape]:
+    """Shapes of num_seqs sequences: where the variant changes."""
+    budget = config.max_num_batched_tokens
+
+    def bounds(length: int) -> tuple[int, int]:
+        """The fewest and most tokens, if the longest query has `length`."""
+        return num_seqs - 1 + length, min(num_seqs * length, budget)
+
+    def variants(length: int) -> list[Hashable]:
+        return [variant_of(Shape(n, num_seqs, length)) for n in bounds(length)]
+
+    longest = min(longest_query(config), budget - num_seqs + 1)
+    for length in starts_of_runs(1, longest, variants):
+        shapes = functools.partial(Shape, num_seqs=num_seqs, max_query_len=length)
+        for num_tokens in starts_of_runs(
+            *bounds(length), lambda n, shapes=shapes: variant_of(shapes(n))
+        ):
+            yield shapes(num_tokens)
+
+
+def starts_of_runs(first: int, last: int, key: Callable[[int], Hashable]) -> list[int]:
+    """The numbers in first .. last at which key changes, and first; by bisection, for a key
+    that has each value on one run of numbers."""
+
+    def inside(low: int, high: int) -> list[int]:
+        if key(low) == key(high):
+            return []
+        if high - low == 1:
+            return [high]
+        middle = (low + high) // 2
+        return inside(low, middle) + inside(middle, high)
+
+    return [first, *inside(first, last)]
+
+
+def longest_query(config: EngineConfig) -> int:
+    """The most tokens that a request computes in a step; its last is never computed."""
+    return min(config.max_num_batched_tokens, config.max_model_len - 1)
+
+
+def largest_steps(config: EngineConfig) -> list[list[ScheduledRequest]]:
+    """The entries of two plans that serving can have: prompts that fill the token budget and
+    all rows, then a decode of all rows with as many drafts as fit. Each entry samples, in the
+    most expensive way.
+
+    Args:
+        config: with max_model_len set.
+    """
+    each, left = divmod(config.max_num_batched_tokens, config.max_num_seqs)
+    lens = [each + (i < left) for i in range(config.max_num_seqs)]
+    most = 0 if config.speculative is None else config.num_speculative_tokens
+    most = min(most, config.max_model_len - 2)
+    return [
+        [_entry(i, min(n, longest_query(config)), 0, config) for i, n in enumerate(lens)],
+        [_entry(i, 1, min(n - 1, most), config) for i, n in enumerate(lens)],
+    ]
+
+
+def _entry(i: int, num_tokens: int, num_drafts: int, config: EngineConfig) -> ScheduledRequest:
+    """A prompt of num_tokens, all of it in block 0, with a block table of full length."""
+    # One request with a penalty is enough to have the logits of all copied.
+    extra = {"repetition_penalty": 1.1, "logprobs": 1} if i == 0 else {}
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=i, **extra)
+    request = Request(f"warm-up-{i}", [0] * num_tokens, params)
+    request.block_table = [0] * cdiv(config.max_model_len, config.block_size)
+    return ScheduledRequest(request, num_tokens + num_drafts, [0] * num_drafts)
+
+
+def blocks_beside(
+    memory: GpuMemory, reserved: int, bytes_per_block: int, config: EngineConfig
+) -> int:
+    """Blocks of KV cache that a GPU has room for.
+
+    Args:
+        memory: around the largest steps. reserved: see cache_bytes.
+
+    Raises:
+        ValueError: there is no room for one.
+    """
+    utilization = config.gpu_memory_utilization
+    num_blocks = blocks_on_gpu(cache_bytes(memory, utilization, reserved), bytes_per_block)
+    if num_blocks < 1:
+        raise ValueError(
+            f"gpu_memory_utilization is {utilization}; the weights and one step leave no room "
+            "for a block of the cache: raise it, or lower max_num_batched_tokens "
+            f"({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
+        )
+    return num_blocks
