@@ -31,13 +31,17 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nanobatch.kernels.distribution import distribution, pick
+from nanobatch.kernels.distribution import Rules, distribution, pick
 from nanobatch.kernels.ops import REFERENCE, Ops
 from nanobatch.sampling_row import SamplingRow, logit_changes, settings, uniform
+from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.transfer import HostCopy, to_device
 
 NOT_NUMBERS = "the model's logits are NaN or infinite"
 NOTHING_LEFT = "penalties and min_tokens leave no token to sample"
+# As many rows are sampled at once as take this much memory for a moment.
+MAX_BYTES = 256 * 2**20
+BYTES_PER_LOGIT = 64  # the most is 56, for drafts with penalties; without drafts it is 47
 FAULTS = (None, NOTHING_LEFT, NOT_NUMBERS)
 
 
@@ -104,13 +108,30 @@ def begin_sample(
     )
 
 
+def rows_at_once(vocab_size: int) -> int:
+    """Rows that begin_sample() computes at once; it takes more in slices of as many."""
+    return max(1, MAX_BYTES // (BYTES_PER_LOGIT * vocab_size))
+
+
+def sampling_bytes(num_rows: int, vocab_size: int) -> int:
+    """The most memory that begin_sample() takes for a moment, beside what it is given."""
+    return BYTES_PER_LOGIT * vocab_size * min(num_rows, rows_at_once(vocab_size))
+
+
 def _begin(raw_SV: Tensor, rows: Sequence[SamplingRow], ops: Ops, draw: Draw) -> Draws:
-    tokens_S, fault_S = _choose(raw_SV, rows, ops, draw)
+    some = rows_at_once(raw_SV.shape[1])
+    slices = [slice(start, start + some) for start in range(0, max(1, len(rows)), some)]
+    chosen = [_choose(raw_SV[part], rows[part], ops, draw) for part in slices]
+    tokens_S, fault_S = map(torch.cat, zip(*chosen, strict=True))
     asking: dict[int, list[int]] = {}  # rows by the number of log-probabilities they ask for
     for i, row in enumerate(rows):
         if row.params.logprobs is not None:
             asking.setdefault(min(row.params.logprobs, raw_SV.shape[1]), []).append(i)
-    found = [_logprobs(raw_SV, k, which, tokens_S) for k, which in asking.items()]
+    found = [
+        _logprobs(raw_SV, k, which[part], tokens_S)
+        for k, which in asking.items()
+        for part in slices[: cdiv(len(which), some)]
+    ]
     # All in one transfer. float64 holds token ids and float32 exactly.
     parts = [tokens_S.double(), fault_S.double(), *(part.flatten() for part in found)]
     copy = HostCopy(torch.cat(parts))
@@ -175,8 +196,7 @@ def adjust(raw_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def draw_tokens(probs_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """int64 [R]: one token of each distribution, float64 [R, V], by the row's next random
-    number."""
+    """int64 [R]: a token of each distribution, float64 [R, V], by the row's next number."""
     numbers = [uniform(row) for row in rows]
     return pick(probs_RV, to_device(numbers, torch.float64, probs_RV.device))
 
@@ -185,10 +205,8 @@ def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """float64 [R, V]: the distribution of each row's next token, by its temperature and what
     min_p, top_k and top_p keep. No logit is NaN, and each row has one above -inf."""
     vocab_size = logits_RV.shape[1]
-    settings_R = [settings(row.params, vocab_size) for row in rows]
-    is_cut = any(top_k < vocab_size or top_p < 1 for *_, top_k, top_p in settings_R)
-    columns = to_device(settings_R, torch.float64, logits_RV.device).unsqueeze(2).unbind(1)
-    return distribution(logits_RV, *columns, is_cut=is_cut)
+    of_rows = [settings(row.params, vocab_size) for row in rows]
+    return distribution(logits_RV, Rules.of(of_rows, vocab_size, logits_RV.device))
 
 
 def _logprobs(raw_SV: Tensor, k: int, which: Sequence[int], tokens_S: Tensor) -> Tensor:

@@ -557,6 +557,7 @@ SAMPLING_KINDS = {
     "greedy": SamplingParams(temperature=0),
     "plain": SamplingParams(),
     "cut": SamplingParams(top_k=5, top_p=0.9, min_p=0.1, temperature=0.7),
+    "nucleus": SamplingParams(top_p=0.9),
     "penalties": SamplingParams(repetition_penalty=1.2, presence_penalty=1, min_tokens=9),
     "logprobs": SamplingParams(logprobs=3, temperature=0),
     "more logprobs": SamplingParams(logprobs=7),

@@ -13,14 +13,16 @@ row that is no numbers ends alone (invariant 15).
 """
 
 import dataclasses
+import itertools
 import math
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from nanobatch import SamplingParams
+from nanobatch import SamplingParams, sampler
 from nanobatch.sampler import SamplingRow, begin_sample, probabilities, sample
 
 NUM_DRAWS = 2000
@@ -384,6 +386,55 @@ def test_a_row_does_not_depend_on_the_others():
         assert a.logprobs == (
             None if b.logprobs is None else pytest.approx(b.logprobs, abs=1e-5)
         )
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_slices_change_no_token(monkeypatch, at_once):
+    """Nor a log-probability, nor an error."""
+    random = Random(6)
+    rows = [random_row(random, logprobs=random.choice([None, 0, 3])) for _ in range(8)]
+    rows += [row(temperature=0), row(top_p=0.5), row(logprobs=2)]
+    logits = torch.tensor([random_logits(random) for _ in rows])
+    logits[4, 0] = NAN
+    whole, most = sample(logits, rows), []
+    monkeypatch.setattr(sampler, "MAX_BYTES", at_once * sampler.BYTES_PER_LOGIT * 12)
+    choose = sampler._choose
+    monkeypatch.setattr(sampler, "_choose", lambda x, *a: most.append(len(x)) or choose(x, *a))
+    assert sample(logits, rows) == whole
+    assert max(most) == at_once and sum(most) == len(rows)
+
+
+def peak_bytes(run):
+    """The most memory that torch's tensors take at once while run() runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = recorded.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(
+        itertools.accumulate(nbytes for _, nbytes in sorted(changes, key=lambda c: c[0]))
+    )
+
+
+MEMORY_KINDS = {
+    "plain": {},
+    "nucleus": {"top_p": 0.9},
+    "nearly all": {"top_k": 9_999, "repetition_penalty": 1.2},
+    "logprobs": {"logprobs": 5},
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_the_memory_for_a_moment(monkeypatch, kind):
+    """As much as is promised, whatever the number of rows."""
+    rows = [row(seed, **MEMORY_KINDS[kind]) for seed in range(9)]
+    logits = torch.randn(len(rows), 10_000, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(sampler, "MAX_BYTES", 4 * sampler.BYTES_PER_LOGIT * 10_000 + 1)
+    for num_rows in (2, 9):
+        most = sampler.sampling_bytes(num_rows, 10_000)
+        assert most == min(num_rows, 4) * 10_000 * sampler.BYTES_PER_LOGIT
+        taken = peak_bytes(lambda n=num_rows: begin_sample(logits[:n], rows[:n]))
+        assert most / 4 < taken <= most, taken / (min(num_rows, 4) * 10_000)
+    assert sampler.sampling_bytes(256, 128_256) <= 256 * 2**20
 
 
 def test_no_rows():
