@@ -62,16 +62,19 @@ def test_kernels_part(measured_at_once):
     assert prefill["unit"] == "TFLOP/s" and "error" not in prefill
 
 
-def test_a_kernel_that_fails_fails_its_part_after_the_others(measured_at_once, monkeypatch):
+def test_a_kernel_that_fails_fails_its_part_after_the_others(
+    measured_at_once, monkeypatch, tmp_path
+):
     def fails(q_THD, *args, **more):
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr("nanobatch.bench.attention_systems.paged_attention", fails)
-    rows, part = [], parts.PARTS["kernels"]
-    with pytest.raises(SystemExit, match="2 of the cases failed"):
-        for row in part.measure(**part.tiny):
-            rows.append(row)
-    errors = [row.get("error") for row in rows]
+    file = tmp_path / "k.json"
+    with pytest.raises(SystemExit, match="2 of 4 rows are errors"):
+        parts.measure("kernels", file, is_dry=True)
+    found = json.loads(file.read_text())
+    errors = [row.get("error") for row in found["rows"]]
+    assert found["failure"] == "2 of 4 rows are errors"
     assert errors == [None, None] + ["RuntimeError: out of resource: shared memory"] * 2
 
 
@@ -121,7 +124,7 @@ def test_rungs_that_disagree_show_no_speed(measured_at_once, monkeypatch):
 
     monkeypatch.setattr(engines.rungs, "measure", other_tokens)
     rows, part = [], parts.PARTS["ladder"]
-    with pytest.raises(SystemExit, match="request 1: static has the tokens"):
+    with pytest.raises(SystemExit, match="request 1: the first rung has the tokens"):
         for row in part.measure(**part.tiny):
             rows.append(row["rung"])
     assert rows == ["static", "continuous", "+ chunked prefill", "+ prefix cache"]

@@ -1,9 +1,8 @@
 """What a visit to a GPU measures of the engine.
 
-    ladder                the rungs of bench.py, at 7B
-    decode                one step of an 8B model, with graphs and without, overlapped or not
-    published_workload    requests that others have published a speed for
-    startup               what passes before the first token, and the graphs' memory
+    ladder     the rungs of bench.py, at 7B
+    decode     one step of an 8B model, with graphs and without, overlapped or not
+    startup    what passes before the first token, and the graphs' memory
 
 Each is a generator of rows; a row is there as soon as it is measured. Where a card has no room
 for the model that is meant, a smaller one takes its place, and its name is in the rows.
@@ -11,24 +10,28 @@ for the model that is meant, a smaller one takes its place, and its name is in t
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from nanobatch import llm
 from nanobatch.bench import ladder as rungs
-from nanobatch.bench.gpu.published import PUBLISHED, nano_vllm_requests
+from nanobatch.bench.gpu.rows import attempt
 from nanobatch.bench.hardware import measure_hardware
 from nanobatch.bench.workload import random_requests, random_tokens
 from nanobatch.config import EngineConfig
 from nanobatch.engine import LLMEngine
-from nanobatch.llm import LLM, build_runner, load_model
+from nanobatch.llm import build_runner, load_model
+from nanobatch.model_runner import ModelRunner
+from nanobatch.models.decoder import Decoder
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.request import SamplingParams
 from nanobatch.simulation.roofline import num_weights, step_work
@@ -38,6 +41,7 @@ from nanobatch.utils.device import free_bytes, resolve_device, resolve_dtype
 from nanobatch.utils.extensions import load_extension
 
 MARGIN = 3 * GIB  # for a step's tensors and for graphs
+# Whether an engine can plan a step while the GPU computes the one before.
 HAS_OVERLAP = "async_scheduling" in EngineConfig.__dataclass_fields__
 
 
@@ -56,12 +60,20 @@ def model_that_fits(
     return names[-1]
 
 
-def _device_and_dtype() -> tuple[torch.device, torch.dtype]:
+def device_and_dtype() -> tuple[torch.device, torch.dtype]:
+    """Those that "auto" means here."""
     device = resolve_device("auto")
     return device, resolve_dtype("auto", device)
 
 
-def _wait_for(device: torch.device) -> None:
+def make_engine(runner: ModelRunner) -> LLMEngine:
+    """An engine as LLM() makes it."""
+    make = getattr(llm, "build_engine", None)
+    return LLMEngine(runner.config, runner) if make is None else make(runner)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -83,12 +95,13 @@ def ladder(
     Raises:
         SystemExit: the rungs are not comparable (ladder.compare_tokens).
     """
-    device, dtype = _device_and_dtype()
+    device, dtype = device_and_dtype()
     items = list(
         random_requests(num_prompts, input_len, output_len, prefix_len=64, num_prefixes=1)
     )
     longest = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
-    model = model_that_fits(models, max_num_seqs * longest, device, dtype)
+    # Twice: static batches have a dense cache of their own.
+    model = model_that_fits(models, 2 * max_num_seqs * longest, device, dtype)
     config = EngineConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
@@ -102,20 +115,32 @@ def ladder(
     rounding, reference = None if dtype == torch.float32 else "16-bit numbers", None
     for name, rung in all_rungs.items():
         some = items[:num_sequential] if name == "sequential" else items
-        runs, _ = rungs.measure({name: rung}, some, 1, device, rounding)
-        reference = reference or runs[name][0]
-        same_requests = replace(reference, outputs=reference.outputs[: len(some)])
-        said = rungs.compare_tokens({"static": same_requests, name: runs[name][0]}, rounding)
-        found = rungs.median_summary(runs[name], hardware, None)
-        yield {
-            "model": model, "rung": name, "requests": len(some), "slots": max_num_seqs,
-            "requests/s": found["request_throughput"],
-            "output tokens/s": found["output_throughput"],
-            "P50 s": found["median_e2el_ms"] / 1e3, "P99 s": found["p99_e2el_ms"] / 1e3,
-            "TTFT P50 ms": found["median_ttft_ms"], "TPOT P50 ms": found["median_tpot_ms"],
-            "slots in use": found["slot_utilization"],
-            "of roofline": found["roofline_utilization"], "greedy tokens": said,
-        }  # fmt: skip
+        row = {"model": model, "rung": name, "requests": len(some), "slots": max_num_seqs}
+
+        def run_rung(name=name, rung=rung, some=some) -> dict:
+            nonlocal reference
+            runs, _ = rungs.measure({name: rung}, some, 1, device, rounding)
+            reference = reference or runs[name][0]
+            same_requests = replace(reference, outputs=reference.outputs[: len(some)])
+            pair = {"the first rung": same_requests, name: runs[name][0]}
+            said = rungs.compare_tokens(pair, rounding)
+            return _rung_figures(rungs.median_summary(runs[name], hardware, None), said)
+
+        yield attempt(row, run_rung)
+
+
+def _rung_figures(found: Mapping[str, float], said: str) -> dict:
+    return {
+        "requests/s": found["request_throughput"],
+        "output tokens/s": found["output_throughput"],
+        "P50 s": found["median_e2el_ms"] / 1e3,
+        "P99 s": found["p99_e2el_ms"] / 1e3,
+        "TTFT P50 ms": found["median_ttft_ms"],
+        "TPOT P50 ms": found["median_tpot_ms"],
+        "slots in use": found["slot_utilization"],
+        "of roofline": found["roofline_utilization"],
+        "greedy tokens": said,
+    }
 
 
 # --------------------------------------------------------------------------- a decode step
@@ -128,7 +153,7 @@ def decode(
 
     The floor is the time to read all weights and the cache once, at the bandwidth measured now.
     """
-    device, dtype = _device_and_dtype()
+    device, dtype = device_and_dtype()
     longest = context_len + num_steps
     model = model_that_fits(models, num_seqs * longest, device, dtype)
     bandwidth = measure_hardware(device, dtype).bandwidth
@@ -137,28 +162,36 @@ def decode(
         max_num_batched_tokens=max(num_seqs, 8192), enable_prefix_caching=False,
     )  # fmt: skip
     loaded = load_model(f"dummy:{model}", base)
-    overlaps = (True, False) if HAS_OVERLAP else (None,)
-    for graphs in (True, False) if device.type == "cuda" else (False,):
+    on_cuda = device.type == "cuda"  # else there are no graphs, and nothing to overlap
+    overlaps = (True, False) if HAS_OVERLAP and on_cuda else (None,)
+    for graphs in (True, False) if on_cuda else (False,):
         for overlap in overlaps:
             config = replace(base, cuda_graphs=graphs)
             if overlap is not None:
                 config = replace(config, async_scheduling=overlap)
-            runner = build_runner(loaded.model, config)
-            engine = LLMEngine(runner.config, runner)
-            seconds, lens = time_steps(engine, context_len, num_steps)
-            rows = [(round(n), 1) for n in lens]
-            work = step_work(loaded.model.config, rows, num_seqs, runner.dtype.itemsize)
-            floor = work.bytes / bandwidth
-            yield {
-                "model": model, "sequences": num_seqs, "context": context_len,
-                "graphs": graphs, "overlap": overlap, "step ms": seconds * 1e3,
-                "floor ms": floor * 1e3, "step / floor": seconds / floor,
-                "output tokens/s": num_seqs / seconds,
-            }  # fmt: skip
-            del runner, engine
-            gc.collect()
-            if device.type == "cuda":
+            row = {"model": model, "sequences": num_seqs, "context": context_len}
+            row |= {"graphs": graphs, "overlap": overlap}
+            about = (loaded.model, config, bandwidth, context_len, num_steps)
+            yield attempt(row, functools.partial(_decode_step, *about))
+            gc.collect()  # the runner, and its cache
+            if on_cuda:
                 torch.cuda.empty_cache()
+
+
+def _decode_step(
+    model: Decoder, config: EngineConfig, bandwidth: float, context_len: int, num_steps: int
+) -> dict:
+    engine = make_engine(build_runner(model, config))
+    seconds, lens = time_steps(engine, context_len, num_steps)
+    rows = [(round(n), 1) for n in lens]
+    work = step_work(model.config, rows, len(rows), engine.runner.dtype.itemsize)
+    floor = work.bytes / bandwidth
+    return {
+        "step ms": seconds * 1e3,
+        "floor ms": floor * 1e3,
+        "step / floor": seconds / floor,
+        "output tokens/s": len(rows) / seconds,
+    }
 
 
 def time_steps(
@@ -184,11 +217,11 @@ def time_steps(
     while len(lens) < num_seqs or min(lens.values()) < num_warm:
         lens |= {out.request_id: len(out.token_ids) for out in engine.step()}
     before = dict(lens)
-    _wait_for(device)
+    wait_for(device)
     start = time.perf_counter()
     for _ in range(num_steps):
         lens |= {out.request_id: len(out.token_ids) for out in engine.step()}
-    _wait_for(device)
+    wait_for(device)
     seconds = (time.perf_counter() - start) / num_steps
     gained = sum(lens.values()) - sum(before.values())
     if gained != num_seqs * num_steps:
@@ -197,49 +230,6 @@ def time_steps(
             f"{num_seqs * num_steps}"
         )
     return seconds, [prompt_len + (before[name] + lens[name] - 1) / 2 for name in lens]
-
-
-# --------------------------------------------------------------------- a published workload
-
-
-def published_workload(
-    models: Sequence[str], num_seqs: int, longest: int, shortest: int = 100
-) -> Iterator[dict]:
-    """Our output tokens/s on nano-vllm's workload, then those that others have published.
-
-    Its settings too: temperature 0.6, a budget of 16,384 tokens, requests of at most 4,096.
-    """
-    device, dtype = _device_and_dtype()
-    prompts, output_lens = nano_vllm_requests(num_seqs, longest, shortest)
-    model = model_that_fits(models, sum(map(len, prompts)) // 2, device, dtype)
-    vocab_size = MODEL_PRESETS[model].vocab_size
-    prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
-    most = min(4096, MODEL_PRESETS[model].max_position_embeddings)
-    llm = LLM(
-        f"dummy:{model}", max_num_seqs=num_seqs, max_num_batched_tokens=16384,
-        max_model_len=most,
-    )  # fmt: skip
-    params = [
-        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in output_lens
-    ]
-    few = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4)
-    llm.generate([prompt[::-1] for prompt in prompts], few, progress=False)  # warm up
-    _wait_for(device)
-    start = time.perf_counter()
-    outs = llm.generate(prompts, params, progress=False)
-    seconds = time.perf_counter() - start
-    num_tokens = sum(len(out.token_ids) for out in outs)
-    card = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    yield {
-        "engine": "nanobatch", "model": model, "card": card, "requests": len(outs),
-        "prompt tokens": sum(map(len, prompts)), "output tokens": num_tokens,
-        "seconds": seconds, "output tokens/s": num_tokens / seconds, "source": "this run",
-    }  # fmt: skip
-    for one in PUBLISHED:
-        yield {
-            "engine": one.engine, "model": "qwen3-0.6b", "card": one.card,
-            "output tokens/s": one.tokens_per_second, "source": one.source,
-        }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- start-up
@@ -253,7 +243,7 @@ def startup(models: Sequence[str], max_num_seqs: int, max_model_len: int) -> Ite
     Run it twice in new processes, first with an empty TRITON_CACHE_DIR: the difference is what
     compiling takes.
     """
-    device, dtype = _device_and_dtype()
+    device, dtype = device_and_dtype()
     model = model_that_fits(models, max_num_seqs * max_model_len, device, dtype)
     folder = Path(os.environ.get("TRITON_CACHE_DIR", "."))
     is_warm = "TRITON_CACHE_DIR" in os.environ and folder.is_dir() and any(folder.iterdir())
@@ -264,7 +254,7 @@ def startup(models: Sequence[str], max_num_seqs: int, max_model_len: int) -> Ite
     marks = [time.perf_counter()]
 
     def lap() -> float:
-        _wait_for(device)
+        wait_for(device)
         marks.append(time.perf_counter())
         return marks[-1] - marks[-2]
 
@@ -275,7 +265,7 @@ def startup(models: Sequence[str], max_num_seqs: int, max_model_len: int) -> Ite
     row["runner s"] = lap()
     requests = []
     for _ in range(4):
-        engine = LLMEngine(runner.config, runner)
+        engine = make_engine(runner)
         engine.add_request(
             [7] * (max_model_len // 2), SamplingParams(temperature=0, max_tokens=3)
         )

@@ -4,7 +4,8 @@
 
 A part has a process of its own, because an error of CUDA's leaves a process unusable. What it
 has measured is in FILE after each row, so that a crash or a time limit loses one row at most.
-A part that finds something wrong ends, after its last row, with a text and exit status 1.
+A part with an error among its rows, or that finds something wrong, ends after the last row with
+a text and exit status 1.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import torch
 from nanobatch.bench import report
 from nanobatch.bench.fuzz import Fuzz
 from nanobatch.bench.gpu import engines
+from nanobatch.bench.gpu.published import published_workload
+from nanobatch.bench.gpu.rows import failure_of
 from nanobatch.bench.gpu.suite import run_tests
 from nanobatch.bench.gpu.sweep import Task, sweep
 from nanobatch.bench.hardware import measure_hardware
-from nanobatch.bench.kernels import PEERS, Case, KernelBench, Line, NoLine, failure_of
+from nanobatch.bench.kernels import OURS, PEERS, Case, KernelBench, Line, NoLine
 from nanobatch.kernels.ops import HAS_TRITON
 from nanobatch.models.loader import load
 from nanobatch.utils.device import resolve_device, resolve_dtype
@@ -78,20 +81,15 @@ def kernels(
         if with_others:
             yield from table.other_cases()
 
-    lines = []
-    for case in cases():
-        lines.append(case.line())
-        yield row_of_line(lines[-1])
-    if failure_of(lines):
-        sys.exit(failure_of(lines))
+    yield from (row_of_line(case.line()) for case in cases())
 
 
 def row_of_line(line: Line | NoLine) -> dict:
     """A line of the kernels' table, with the peers' rates in the same unit."""
     row = {"kernel": line.kernel, "shape": line.shape, "size": line.size}
     if isinstance(line, NoLine):
-        return row | {"error": line.error}
-    ours = {"us": next(iter(line.seconds.values())) * 1e6, "rate": line.rate("nanobatch")}
+        return row | {"error" if line.is_fault else "note": line.error}
+    ours = {"us": line.seconds[OURS] * 1e6, "rate": line.rate(OURS)}
     peers = {peer: line.rate(peer) for peer in PEERS if peer in line.seconds}
     return row | ours | {"unit": line.unit, "share": line.share} | peers
 
@@ -181,7 +179,7 @@ PARTS = {  # the most important first
         },
     ),
     "published": Part(
-        engines.published_workload, limit=80, least=35,
+        published_workload, limit=80, least=35,
         full={"models": ["qwen3-0.6b", "smollm2-135m"], "num_seqs": 256, "longest": 1024},
         tiny={"models": ["tiny"], "num_seqs": 4, "longest": 8, "shortest": 2},
     ),
@@ -227,6 +225,8 @@ def measure(name: str, file: Path, is_dry: bool) -> None:
             print({key: value for key, value in row.items() if key != "tried"}, flush=True)
             found["rows"].append(row)
             report.save(found, file)
+        if failure_of(found["rows"]) is not None:
+            sys.exit(failure_of(found["rows"]))
     except (Exception, SystemExit) as error:
         is_text = isinstance(error, SystemExit)
         found["failure"] = str(error) if is_text else f"{type(error).__name__}: {error}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nanobatch.bench.attention_systems import AttentionInputs, attention_inputs
+from nanobatch.bench.gpu.rows import attempt
 from nanobatch.bench.hardware import MAX_CALLS, num_copies, seconds_of
 from nanobatch.bench.kernels import TOLERANCE
 from nanobatch.kernels.kv_cache import KVCache
@@ -223,26 +223,18 @@ def sweep(
         grids: by "decode" and "prefill", the sizes to combine.
         num_workers: processes that compile; 0: nothing is compiled beforehand.
         options: see Sweep.
-
-    Raises:
-        SystemExit: the kernel's own choice failed.
     """
-    num_failed, num_workers = 0, min(num_workers, os.cpu_count() or 1)
+    num_workers = min(num_workers, os.cpu_count() or 1)
     with contextlib.ExitStack() as stack:
         compilers = None
         if num_workers:
             pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"))
             compilers = stack.enter_context(pool)
         for name, task in tasks.items():
-            kind = "decode" if task.query_len == 1 else "prefill"
-            row = {"case": name, "heads": "{}/{} x {}".format(*task.shape)}
-            try:
+
+            def run_task(task=task) -> dict:
                 one = Sweep(task, dtype, device, compilers=compilers, **options)
-                row |= one.run(grids[kind])
-            except Exception as error:  # of any kind: the kernel's own choice fails here
-                num_failed += 1
-                yield row | {"error": f"{type(error).__name__}: {error}"}
-                continue
-            yield row | {"tried": [shown(t.pop("launch")) | t for t in one.tried]}
-    if num_failed:
-        sys.exit(f"{num_failed} of the cases failed")
+                row = one.run(grids["decode" if task.query_len == 1 else "prefill"])
+                return row | {"tried": [shown(t.pop("launch")) | t for t in one.tried]}
+
+            yield attempt({"case": name, "heads": "{}/{} x {}".format(*task.shape)}, run_task)
