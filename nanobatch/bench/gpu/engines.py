@@ -236,9 +236,9 @@ def time_steps(
 
 
 def startup(models: Sequence[str], max_num_seqs: int, max_model_len: int) -> Iterator[dict]:
-    """One row: seconds to load the weights, to build the runner (it runs a step of the largest
-    size, for which kernels are compiled), of the first request and of later ones, and of the
-    graphs; and the graphs' memory.
+    """One row: seconds to load the weights, to build the runner (it runs what serving launches,
+    for which kernels are compiled), of the first request and of later ones, and of the graphs;
+    and the graphs' memory, beside what is set aside for them.
 
     Run it twice in new processes, first with an empty TRITON_CACHE_DIR: the difference is what
     compiling takes.
@@ -274,10 +274,12 @@ def startup(models: Sequence[str], max_num_seqs: int, max_model_len: int) -> Ite
         requests.append(lap())
     row["first request s"], row["later requests s"] = requests[0], min(requests[1:])
     if runner.on_cuda:
+        extension = load_extension("cuda_graphs", "bench.py gpu")
+        row["expected MiB"] = extension.bytes_of_graphs(runner) / 2**20
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         lap()
-        graphs = load_extension("cuda_graphs", "bench.py gpu").DecodeGraphs(runner)
+        graphs = extension.DecodeGraphs(runner)
         row["graphs"], row["graphs s"] = len(graphs.sizes), lap()
         torch.cuda.empty_cache()
         row["graphs MiB"] = (free - torch.cuda.mem_get_info(device)[0]) / 2**20
