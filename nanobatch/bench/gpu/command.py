@@ -94,7 +94,7 @@ def run_command(args: Namespace) -> dict:
             left = end - time.monotonic()
             outcomes[name] = run_part(name, folder, left, cache, args.dry_run)
             print(f"{outcomes[name].seconds:6.0f} s  {outcomes[name].said}", flush=True)
-            found = report_of(outcomes)
+            found = report_of(outcomes) | {"args": report.args_of(args)}
             report.save(found, str(folder / "gpu.json"))
             (folder / "gpu.md").write_text(markdown(outcomes, args.dry_run))
     print(f"\n{(folder / 'gpu.md').read_text().partition('## The parts')[0]}")

@@ -142,6 +142,16 @@ def target_rows(of: Mapping[str, Sequence[Mapping]]) -> list[dict]:
     return rows
 
 
+def compile_seconds(of: Mapping[str, Sequence[Mapping]]) -> float | None:
+    """What compiling adds to a first start, its first request included; None: not measured."""
+    seconds = []
+    for part, kernels in (("start-up", "none"), ("start-up again", "kept")):
+        for column in ("start-up s", "first request s"):
+            where = {"compiled kernels": kernels}
+            seconds.append(find(of.get(part, ()), column, **where))
+    return None if None in seconds else sum(seconds[:2]) - sum(seconds[2:])
+
+
 # ------------------------------------------------------------------------------- Markdown
 
 
@@ -152,7 +162,10 @@ def markdown(outcomes: Mapping[str, Outcome], is_dry: bool) -> str:
     if is_dry:
         lines += ["**A dry run with tiny sizes: these figures say nothing.**", ""]
     lines += [", ".join(f"{key} {value}" for key, value in machine.items()), ""]
-    lines += table(target_rows({name: one.rows for name, one in outcomes.items()}))
+    rows = {name: one.rows for name, one in outcomes.items()}
+    lines += table(target_rows(rows))
+    if (seconds := compile_seconds(rows)) is not None:
+        lines += ["", f"A first start takes {seconds:.1f} s more than the next: it compiles."]
     lines += ["", "## The parts", ""]
     lines += table(
         [

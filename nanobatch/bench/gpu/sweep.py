@@ -1,8 +1,8 @@
 """A sweep of launch configurations: is what the kernel chooses the best that the card can do?
 
-One size after another is varied: first those that a program is made of, all together (rows,
-tile, warps, stages), then the splits of the best. Each is compiled, held against the default's
-result and timed. What does not compile or does not fit is noted, and the others go on.
+First the sizes of a program are varied, all together (rows, tile, warps, stages), then the
+splits and the registers of the best. Each launch is compiled, held against the kernel's own
+choice and timed. What does not compile or does not fit is noted, and the others go on.
 
 Kernels are compiled in several processes beforehand; they meet in Triton's cache on disk.
 """
@@ -31,8 +31,9 @@ from nanobatch.kernels.launch_config import LaunchConfig
 from nanobatch.kernels.ops import AttentionArgs
 
 FACTORS_OF_SPLITS = (0.5, 2, 4)
+REGISTERS = (128, 168, 255)  # of a thread, at most; 255 are all that there are
 NUM_WARMED, WARMED_LEN = 2, 64  # sequences of a launch that only compiles, and their tokens
-SHOWN = ("block_m", "tile", "num_warps", "num_stages", "num_splits")
+SHOWN = ("block_m", "tile", "num_warps", "num_stages", "num_splits", "max_registers")
 
 
 class Task(NamedTuple):
@@ -60,10 +61,12 @@ class Task(NamedTuple):
         return TritonBackend().launch_config(*sizes, chip_of(device))
 
     def with_sizes(self, launch: LaunchConfig, **sizes: int) -> LaunchConfig:
-        """The launch with other sizes, and the grid that follows."""
+        """The launch with other sizes, and what follows from them."""
         H, K, _ = self.shape
         launch = replace(launch, **sizes)
         block_q = launch.block_m // (H // K)
+        if not hasattr(launch, "grid"):
+            return replace(launch, block_q=block_q)
         num_blocks = self.num_seqs * self.query_len // block_q + self.num_seqs
         return replace(launch, block_q=block_q, grid=(num_blocks, K, launch.num_splits))
 
@@ -73,12 +76,12 @@ def variants(
 ) -> list[LaunchConfig]:
     """The default, and all combinations of the sizes in `grid` that differ from it.
 
-    A program has no fewer rows than a group has heads.
+    A program has no fewer rows than a group has heads, and as many registers as it needs.
     """
     H, K, _ = task.shape
-    found = [default]
+    found, free = [default], replace(default, max_registers=max(REGISTERS))
     for sizes in itertools.product(*grid.values()):
-        launch = task.with_sizes(default, **dict(zip(grid, sizes, strict=True)))
+        launch = task.with_sizes(free, **dict(zip(grid, sizes, strict=True)))
         if launch.block_m >= H // K and shown(launch) not in map(shown, found):
             found.append(launch)
     return found
@@ -89,10 +92,14 @@ def shown(launch: LaunchConfig) -> dict[str, int]:
     return {name: getattr(launch, name) for name in SHOWN}
 
 
-def splits_of(task: Task, best: LaunchConfig) -> list[LaunchConfig]:
-    """The best launch with fewer splits and with more."""
-    numbers = {int(best.num_splits * factor) for factor in FACTORS_OF_SPLITS} - {0}
-    return [task.with_sizes(best, num_splits=n) for n in sorted(numbers)]
+def near(task: Task, best: LaunchConfig) -> list[LaunchConfig]:
+    """The best launch with other splits, if it decodes, and with other registers."""
+    splits = {int(best.num_splits * factor) for factor in FACTORS_OF_SPLITS} - {0}
+    if task.query_len > 1:
+        splits = set()
+    found = [task.with_sizes(best, num_splits=n) for n in sorted(splits)]
+    others = set(REGISTERS) - {best.max_registers}
+    return found + [replace(best, max_registers=n) for n in sorted(others)]
 
 
 class Sweep:
@@ -121,22 +128,21 @@ class Sweep:
         self._min_seconds, self._compilers = min_seconds, compilers
         self._inputs = [task.inputs(dtype, device, seed) for seed in range(count)]
         self.default = task.default(dtype.itemsize, device)
-        self._wanted = attend(self._inputs[0], self.default)
+        self._wanted = attend(self._inputs[0], None)
         self.tried: list[dict] = []
 
     def run(self, grid: Mapping[str, Sequence[int]]) -> dict:
-        """Time the default, the grid and the splits; the best, beside the default."""
+        """Time the kernel's own choice, the grid and what is near its best; the best of all."""
+        chosen = self._seconds(None) * 1e6
         self._time_all(variants(self.task, self.default, grid))
-        if self.task.query_len == 1:
-            best = self._best()["launch"]
-            self._time_all(splits_of(self.task, best))
-        default, best = self.tried[0], self._best()
+        self._time_all(near(self.task, self._best()["launch"]))
+        best = self._best()
         return {
-            "default": _text(default["launch"]),
-            "default us": default["us"],
+            "chosen": _text(self.default),
+            "chosen us": chosen,
             "best": _text(best["launch"]),
             "best us": best["us"],
-            "default / best": default["us"] / best["us"],
+            "chosen / best": chosen / best["us"],
             "timed": sum("us" in one for one in self.tried),
             "failed": sum("error" in one for one in self.tried),
         }
@@ -155,7 +161,7 @@ class Sweep:
                 found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
             self.tried.append({"launch": launch} | found)
 
-    def _seconds(self, launch: LaunchConfig) -> float:
+    def _seconds(self, launch: LaunchConfig | None) -> float:
         found = attend(self._inputs[0], launch)
         atol = TOLERANCE[self.dtype]
         torch.testing.assert_close(found, self._wanted, atol=atol, rtol=0)
@@ -163,8 +169,8 @@ class Sweep:
         return seconds_of(calls, self.device, self._min_seconds)
 
 
-def attend(x: AttentionInputs, launch: LaunchConfig) -> Tensor:
-    """Paged attention by a launch of the Triton kernel."""
+def attend(x: AttentionInputs, launch: LaunchConfig | None) -> Tensor:
+    """Paged attention by a launch of the Triton kernel; None: its own choice."""
     from nanobatch.paged_attention_kernel import TritonBackend
 
     cache = KVCache(x.k_cache_NKPD, x.v_cache_NKPD)
