@@ -120,7 +120,7 @@ MUTATIONS = {
     "exit-before-the-json": Mutation("bench/cli.py", "    result = module.run_command(args) | {\"args\": report.args_of(args)}\n", "    result = module.run_command(args) | {\"args\": report.args_of(args)}\n    if result.get(\"failure\"):\n        sys.exit(result[\"failure\"])\n", "tests/bench/test_fuzz.py"),
     "one-kernel-ends-the-table": Mutation("bench/kernels.py", "        except Exception as error:  # of any kind: Triton's and CUDA's have no common one\n", "        except MemoryError as error:\n", "tests/simulation/test_roofline.py"),
     "what-hangs-leaves-its-children": Mutation("bench/gpu/command.py", "os.killpg(process.pid, signal.SIGKILL)", "process.kill()", "tests/bench/test_gpu_visit.py"),
-    "failed-among-others-has-failed": Mutation("bench/gpu/suite.py", "        results |= run_processes(root, files, 1, again)\n", "        pass\n", "tests/bench/test_gpu_visit.py"),
+    "failed-among-others-has-failed": Mutation("bench/gpu/suite.py", "        alone = run_processes(root, files, 1, end, again)\n", "        alone = {}\n", "tests/bench/test_gpu_visit.py"),
     "rows-only-at-the-end": Mutation("bench/gpu/parts.py", "            found[\"rows\"].append(row)\n            report.save(found, file)\n", "            found[\"rows\"].append(row)\n", "tests/bench/test_gpu_visit.py"),
     "another-card-is-as-good": Mutation("bench/gpu/summary.py", "            met = met if one.card in card else \"another card\"\n", "", "tests/bench/test_gpu_visit.py"),
     "figure-before-the-json": Mutation("bench/cli.py", "    if getattr(args, \"save_json\", None) is not None:\n        report.save(result, args.save_json)\n    if figures", "    if figures", "tests/bench/test_cli.py"),

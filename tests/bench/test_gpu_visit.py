@@ -270,13 +270,25 @@ def test_only_what_fails_alone_too_has_failed(tmp_path, capfd):
     (tmp_path / "test_unmarked.py").write_text("def test_unmarked(): assert False\n")
     rows = []
     with pytest.raises(SystemExit, match="1 tests failed"):
-        for row in suite.run_tests(["."], 1, root=tmp_path):
+        for row in suite.run_tests(["."], 1, 60.0, root=tmp_path):
             rows.append(row)
     counts = {"passed": 7, "failed": 1, "unfinished": 0, "skipped": 1, "not collected": 1}
     assert rows[0] == counts | {"processes": 1, "run again alone": 4}
     told = {row["test"]: row["why"] for row in rows[1:]}
     assert told["test_some.py::test_wrong"] == "assert 1 == 2"
     assert "there_is_no_such_module" in told["test_other.py"] and len(told) == 2
+
+
+def test_tests_that_hang_leave_the_results_of_the_others(tmp_path, capfd):
+    hangs = "def test_hangs(): time.sleep(60)\n@pytest.mark.gpu\ndef test_after(): pass\n"
+    mark = "import pytest, time\n@pytest.mark.gpu\ndef test_fine(): pass\n@pytest.mark.gpu\n"
+    (tmp_path / "test_some.py").write_text(mark + hangs)
+    end = time.monotonic() + 4  # a start takes a second or two on a busy machine
+    found = suite.run_processes(tmp_path, ["."], 1, end)
+    assert time.monotonic() < end + 5
+    outcomes = {name.partition("::")[2]: outcome for name, (outcome, _) in found.items()}
+    wanted = {"test_fine": "passed", "test_hangs": "unfinished", "test_after": "unfinished"}
+    assert outcomes == wanted
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20])
@@ -301,7 +313,7 @@ def test_every_test_is_in_one_share(count, tmp_path):
 
 def test_tests_that_cannot_run_say_so(tmp_path):
     with pytest.raises(SystemExit, match="has no tests"):
-        next(suite.run_tests(["tests"], 2, root=tmp_path))
+        next(suite.run_tests(["tests"], 2, 60.0, root=tmp_path))
 
 
 # ---- processes -------------------------------------------------------------------------
@@ -390,9 +402,10 @@ def test_no_part_stops_another(tmp_path, monkeypatch, capsys):
 def test_a_part_s_limit_is_at_most_what_is_left(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(command, "run_process", lambda argv, limit, **more: given.append(limit))
-    for left in (1000.0, 61.0, 59.0, -5.0):
+    least = parts.PARTS["tests"].least
+    for left in (1000.0, least + 1, least - 1, -5.0):
         command.run_part("tests", tmp_path, left, "", True)
-    assert given == [parts.PARTS["tests"].limit, 61.0]
+    assert given == [parts.PARTS["tests"].limit, least + 1]
 
 
 def test_a_part_that_fails_says_why_in_its_file(tmp_path, monkeypatch):

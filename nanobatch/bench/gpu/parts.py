@@ -130,9 +130,12 @@ _STARTUP = {
 }  # fmt: skip
 PARTS = {  # the most important first
     "tests": Part(
-        run_tests, limit=160, least=60,
-        full={"paths": ["tests"], "num_processes": 12},
-        tiny={"paths": ["tests/test_gpu.py"], "num_processes": 2, "needs_passes": False},
+        run_tests, limit=200, least=100,
+        full={"paths": ["tests"], "num_processes": 12, "seconds": 190.0},
+        tiny={
+            "paths": ["tests/test_gpu.py"], "num_processes": 2, "seconds": 190.0,
+            "needs_passes": False,
+        },
     ),
     "check": Part(check, limit=60, least=30, full={"seconds": 20.0}, tiny={"seconds": 0.5}),
     "kernels": Part(

@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -88,9 +89,16 @@ def read_results(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def run_processes(
-    root: Path, paths: Sequence[str], num_processes: int, only: Sequence[str] = ()
+    root: Path,
+    paths: Sequence[str],
+    num_processes: int,
+    end: float,
+    only: Sequence[str] = (),
 ) -> dict[str, tuple[str, str]]:
-    """Run the marked tests of some paths below root; (outcome, why) by test."""
+    """Run the marked tests of some paths below root; (outcome, why) by test.
+
+    end: when time.monotonic() is past it, the processes are ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
         chosen = Path(folder) / "only.json"
         chosen.write_text(json.dumps(list(only)))
@@ -105,7 +113,11 @@ def run_processes(
             for i, file in enumerate(files)
         ]  # fmt: skip
         for process in processes:
-            process.wait()
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         results: dict[str, tuple[str, str]] = {}
         for file in files:
             results |= read_results(file)
@@ -120,12 +132,17 @@ def _environment() -> Mapping[str, str]:
 
 
 def run_tests(
-    paths: Sequence[str], num_processes: int, needs_passes: bool = True, root: Path = ROOT
+    paths: Sequence[str],
+    num_processes: int,
+    seconds: float,
+    needs_passes: bool = True,
+    root: Path = ROOT,
 ) -> Iterator[dict]:
     """A row of counts, then one for each test that failed.
 
     Args:
         paths: below root.
+        seconds: for all; a quarter is for those that run again.
         needs_passes: nothing passed is a failure.
 
     Raises:
@@ -135,11 +152,13 @@ def run_tests(
         sys.exit("pytest is not installed: the tests were not run")
     if not all((root / path).exists() for path in paths):
         sys.exit(f"{root} has no {' '.join(paths)}: the tests were not run")
-    results = run_processes(root, paths, num_processes)
+    end = time.monotonic() + seconds
+    results = run_processes(root, paths, num_processes, end - seconds / 4)
     again = [t for t, (outcome, _) in results.items() if outcome in ("failed", "unfinished")]
     if again:
         files = sorted({test.partition("::")[0] for test in again})
-        results |= run_processes(root, files, 1, again)
+        alone = run_processes(root, files, 1, end, again)
+        results |= {t: found for t, found in alone.items() if found[0] != "unfinished"}
     outcomes = [outcome for outcome, _ in results.values()]
     names = ("passed", "failed", "unfinished", "skipped", "not collected")
     counts = {name: outcomes.count(name) for name in names}
