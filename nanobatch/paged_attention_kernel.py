@@ -47,7 +47,6 @@ Flash-Decoding (Dao et al., 2023), and the unified Triton attention of vLLM.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -283,9 +282,8 @@ class TritonBackend(TritonOps):
         """See Ops.warm_up."""
         chip = chip_of(caches[0].keys.device)
 
-        def variant_of(*sizes: int) -> LaunchConfig:
-            launch = self.launch_config(*sizes, dtype.itemsize, chip)
-            return dataclasses.replace(launch, grid=(0, 0, 0))
+        def variant_of(*sizes: int) -> tuple:
+            return self.launch_config(*sizes, dtype.itemsize, chip).variant
 
         try_launches(self, variant_of, layers, caches, config, dtype)
 

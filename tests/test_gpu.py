@@ -43,8 +43,9 @@ from nanobatch.batch import Row, pack
 from nanobatch.bench.attention_systems import attention_inputs
 from nanobatch.bench.hardware import measure_hardware
 from nanobatch.bench.kernels import KernelBench
-from nanobatch.extensions.cuda_graphs import DecodeGraphs
+from nanobatch.extensions.cuda_graphs import DecodeGraphs, bytes_of_graphs
 from nanobatch.llm import build_runner
+from nanobatch.model_runner import ModelRunner
 from nanobatch.models.loader import load
 
 pytestmark = pytest.mark.gpu
@@ -220,6 +221,19 @@ def test_the_pool_takes_its_share_of_the_memory_and_no_more():
     llm.generate([[7] * 100] * 300, params, progress=False)
     free_now, _ = torch.cuda.mem_get_info()
     assert free - free_now <= 1.05 * share * total
+
+
+@torch.inference_mode()
+def test_graphs_take_no_more_memory_than_is_kept_for_them():
+    model = load("dummy:smollm2-135m", torch.float16, torch.device(GPU)).model
+    runner = ModelRunner(model, EngineConfig(num_blocks=64, max_num_seqs=64))
+    expected = bytes_of_graphs(runner)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    DecodeGraphs.add_to(runner)
+    torch.cuda.empty_cache()
+    free_now, _ = torch.cuda.mem_get_info()
+    assert free - free_now <= expected
 
 
 def test_memory_that_does_not_suffice_is_refused_with_what_to_lower():

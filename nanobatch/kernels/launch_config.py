@@ -52,6 +52,12 @@ class LaunchConfig:
     # Of a thread. Left to itself, the compiler may spill some to fit one more program.
     max_registers: int = 255
 
+    @property
+    def variant(self) -> tuple[int | None, ...]:
+        """What the compiler is told. Launches that are equal in it run the same code."""
+        sizes = (self.block_m, self.block_q, self.tile, self.num_splits)
+        return (*sizes, self.num_warps, self.num_stages, self.max_registers)
+
 
 def choose_launch_config(
     num_tokens: int,

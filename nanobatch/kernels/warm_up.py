@@ -6,7 +6,7 @@
     blocks_beside    the blocks of KV cache that there is room for
 
 A variant is what the compiler sees of a launch: rows, keys of a tile, splits, warps. It follows
-from the batch's shape (choose_launch_config), so the host looks through all shapes:
+from the shape of a batch (choose_launch_config), so the host looks through all shapes:
 
     T tokens, S sequences, longest query     1, 1, 1   2, 2, 1   5, 5, 1   16, 1, 16   90, 3, 64
     variant                                     a         b         b          c          d
@@ -45,13 +45,15 @@ class Shape(NamedTuple):
     num_seqs: int
     max_query_len: int
 
-    def pack(self, block_size: int, device: torch.device) -> Batch:
-        """Such a batch, with all its keys in block 0: the longest query, then the others."""
+    def pack(self, config: EngineConfig, device: torch.device) -> Batch:
+        """Such a batch: the longest query, then the others. All keys are in block 0, as many as
+        there can be, so that they are split among programs where any are."""
         num_others, left = self.num_seqs - 1, self.num_tokens - self.max_query_len
         lens = [self.max_query_len]
         lens += [left // num_others + (i < left % num_others) for i in range(num_others)]
-        rows = [Row([0] * n, 0, [0] * cdiv(n, block_size)) for n in lens]
-        return pack(rows, block_size, device)
+        table = [0] * cdiv(config.max_model_len, config.block_size)
+        rows = [Row([0] * n, config.max_model_len - 1 - n, table) for n in lens]
+        return pack(rows, config.block_size, device)
 
 
 def run_all(
@@ -123,13 +125,13 @@ def try_launches(
     kinds = {}
     for layer, cache in zip(layers, caches, strict=True):
         kinds.setdefault((layer.heads[0], cache.keys.shape[1:], layer.attention_args), cache)
-    packed = functools.cache(Shape.pack)
-    for (H, (K, P, D), args), cache in kinds.items():
-        device = cache.keys.device
+    device = caches[0].keys.device
+    packed = functools.cache(lambda shape: shape.pack(config, device))
+    for (H, (K, _, D), args), cache in kinds.items():
         of_kind = functools.cache(lambda shape, sizes=(H, K, D): variant_of(*shape, *sizes))
         for shape in shapes_to_try(of_kind, config):
             q_THD = torch.zeros(shape.num_tokens, H, D, dtype=dtype, device=device)
-            ops.paged_attention(q_THD, cache, packed(shape, P, device), args)
+            ops.paged_attention(q_THD, cache, packed(shape), args)
 
 
 def shapes_to_try(variant_of: Callable[[Shape], Hashable], config: EngineConfig) -> list[Shape]:

@@ -1,7 +1,5 @@
 """What is run before serving: against all shapes of steps, and the scheduler's own plans."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -14,7 +12,10 @@ from nanobatch.kernels.warm_up import (
     shapes_to_try,
     starts_of_runs,
 )
+from nanobatch.model_runner import ModelRunner
+from nanobatch.models.loader import load
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 H200, T4 = CHIPS[90], CHIPS[75]
 
 
@@ -50,8 +51,7 @@ def test_each_variant_of_a_launch_is_tried_once(heads, itemsize, chip, limits):
     config = config_of(*limits)
 
     def variant_of(shape):
-        launch = choose_launch_config(*shape, *heads, itemsize, chip)
-        return dataclasses.replace(launch, grid=())  # all else is known to the compiler
+        return choose_launch_config(*shape, *heads, itemsize, chip).variant
 
     shapes = shapes_to_try(variant_of, config)
     tried = [variant_of(shape) for shape in shapes]
@@ -67,21 +67,44 @@ def test_looking_for_shapes_takes_no_time():
 
     def variant_of(shape):
         calls.append(shape)
-        launch = choose_launch_config(*shape, 32, 8, 128, 2, H200)
-        return dataclasses.replace(launch, grid=())
+        return choose_launch_config(*shape, 32, 8, 128, 2, H200).variant
 
     assert len(shapes_to_try(variant_of, config)) < 40
     assert len(calls) < 20_000
 
 
+@pytest.mark.kernels
+@torch.inference_mode()
+def test_the_kernel_runs_on_all_of_them():
+    """With one block of cache, and no key outside of it."""
+    pytest.importorskip("triton")
+    config = config_of(2, 24, 50, dtype="float16", attention_backend="triton", num_blocks=1)
+    runner = ModelRunner(load("tiny", torch.float16, DEVICE).model, config)
+    outputs, real = [], runner.backend.paged_attention
+
+    def paged_attention(q_THD, cache, batch, args):
+        outputs.append(real(q_THD, cache, batch, args))
+        return outputs[-1]
+
+    runner.backend.paged_attention = paged_attention
+    for cache in runner.caches:
+        cache.keys.fill_(1), cache.values.fill_(2)
+    layers = runner.model.layers
+    runner.backend.warm_up(layers, runner.caches, runner.config, runner.dtype)
+    assert len(outputs) > 1
+    for out_THD in outputs:  # equal keys: the mean of equal values
+        torch.testing.assert_close(out_THD, torch.full_like(out_THD, 2.0))
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 5, 1), (90, 1, 90), (11, 4, 5), (20, 4, 5)])
 def test_a_batch_of_a_shape(shape):
-    batch = Shape(*shape).pack(16, torch.device("cpu"))
-    num_tokens, num_seqs, longest = shape
+    config = config_of(5, 90, 91)
+    batch = Shape(*shape).pack(config, torch.device("cpu"))
     lens = batch.query_start_loc.diff().tolist()
     assert (sum(lens), len(lens), max(lens), min(lens) > 0) == (*shape, True)
-    assert batch.max_query_len == longest
-    assert batch.seq_lens_S.tolist() == lens and not batch.block_tables_SB.any()
+    assert batch.max_query_len == shape[2]
+    assert batch.seq_lens_S.tolist() == [90] * shape[1]  # the longest that compute a token
+    assert not batch.block_tables_SB.any()
 
 
 def test_where_a_key_changes():
