@@ -402,10 +402,12 @@ def test_no_part_stops_another(tmp_path, monkeypatch, capsys):
 def test_a_part_s_limit_is_at_most_what_is_left(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(command, "run_process", lambda argv, limit, **more: given.append(limit))
-    least = parts.PARTS["tests"].least
+    least = parts.PARTS["kernels"].least
     for left in (1000.0, least + 1, least - 1, -5.0):
-        command.run_part("tests", tmp_path, left, "", True)
-    assert given == [parts.PARTS["tests"].limit, least + 1]
+        command.run_part("kernels", tmp_path, left, "", True)
+    assert given == [parts.PARTS["kernels"].limit, least + 1]
+    tests = parts.PARTS["tests"]
+    assert tests.full["seconds"] < tests.least, "it ends by itself, with what it has"
 
 
 def test_a_part_that_fails_says_why_in_its_file(tmp_path, monkeypatch):
