@@ -22,7 +22,7 @@ from torch import Tensor
 from nanobatch.utils.arithmetic import cdiv
 
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
-NUM_WARPS, NUM_STAGES = 4, 3
+NUM_STAGES = 3
 
 
 @triton.jit
@@ -71,12 +71,20 @@ def triton_grouped_matmul(x_MK: Tensor, weight_XNK: Tensor, counts_X: Tensor) ->
     tiles = lay_tiles(counts_X, M)
     out_MN = x_MK.new_empty(M, N)
     grid = (cdiv(M, BLOCK_M) + X, cdiv(N, BLOCK_N))
+    capability = torch.cuda.get_device_capability(x_MK.device) if x_MK.is_cuda else (8, 0)
     grouped_matmul_kernel[grid](
         x_MK.contiguous(), weight_XNK, *tiles, out_MN, N, K,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        WIDEN=triton.knobs.runtime.interpret, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        WIDEN=triton.knobs.runtime.interpret,
+        num_warps=num_warps_on(capability), num_stages=NUM_STAGES,
     )  # fmt: skip
     return out_MN
+
+
+def num_warps_on(capability: tuple[int, int]) -> int:
+    """Of a program. Triton has no matrix units before compute capability 8.0: the products then
+    need the registers of more threads."""
+    return 4 if capability >= (8, 0) else 8
 
 
 def lay_tiles(counts_X: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -169,6 +169,7 @@ class TritonOps(Ops):
         rms_norm_kernel[(x_TE.numel() // E,)](
             out_TE, sum_TE, x_TE, residual_or_x, weight_E, eps,
             E=E, E_PAD=triton.next_power_of_2(E), HAS_RESIDUAL=residual_TE is not None,
+            num_warps=warps_of_row(E),
         )  # fmt: skip
         return out_TE, sum_TE
 
@@ -204,6 +205,11 @@ class TritonOps(Ops):
     def grouped_matmul(self, x_MK: Tensor, weight_XNK: Tensor, counts_X: Tensor) -> Tensor:
         """See Ops.grouped_matmul."""
         return triton_grouped_matmul(x_MK, weight_XNK, counts_X)
+
+
+def warps_of_row(E: int) -> int:
+    """Of a program that has a row of E numbers in registers: at most 64 a thread."""
+    return min(max(triton.next_power_of_2(E) // 2048, 4), 32)
 
 
 def dense_heads(x_TXD: Tensor) -> Tensor:
