@@ -49,8 +49,9 @@ class LaunchConfig:
     grid: tuple[int, int, int]  # query blocks, KV heads, splits
     num_warps: int
     num_stages: int
-    # Of a thread. Left to itself, the compiler may spill some to fit one more program.
-    max_registers: int = 255
+    # Of a thread; None: the compiler's choice. It may spill a few to fit one more program; but
+    # a decode and the largest products take fewer without spills than if given all there are.
+    max_registers: int | None = None
 
     @property
     def variant(self) -> tuple[int | None, ...]:
@@ -93,6 +94,7 @@ def choose_launch_config(
         num_splits = next_power_of_two(cdiv(2 * chip.num_sms, num_seqs * num_kv_heads))
     num_splits = min(num_splits, MAX_SPLITS)
     num_warps = 8 if block_m >= sizes.rows_of_8_warps else 4
+    has_matrix_units = chip.capability >= (8, 0) and itemsize < 4
     return LaunchConfig(
         block_m=block_m,
         block_q=block_q,
@@ -101,8 +103,7 @@ def choose_launch_config(
         grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
         num_warps=num_warps,
         num_stages=sizes.num_stages,
-        # All that there are; but three programs of a decode share a multiprocessor's 65,536.
-        max_registers=168 if block_m == 16 and num_warps == 4 and head_dim <= 128 else 255,
+        max_registers=None if has_matrix_units and block_m in (16, 128) else 255,
     )
 
 
