@@ -219,12 +219,11 @@ def quantized_attention_kernel(
     even_MX = tl.zeros([BLOCK_M, D_PAD // 2], tl.float32)
     odd_MX = tl.zeros([BLOCK_M, D_PAD // 2], tl.float32)
     pairs_ptr = v_cache_ptr.to(tl.pointer_type(tl.int16))
-    for tile in range(first_tile, end_tile):
-        pos_L = tile * TILE + tl.arange(0, TILE)
+    table_ptr = block_tables_ptr + seq * table_stride
+    pos_L = first_tile * TILE + tl.arange(0, TILE)
+    block_L = tl.load(table_ptr + pos_L // P, mask=pos_L < seq_len, other=0)
+    for _ in range(first_tile, end_tile):
         is_key_L = pos_L < seq_len
-        block_L = tl.load(
-            block_tables_ptr + seq * table_stride + pos_L // P, mask=is_key_L, other=0
-        )
         # 64 bits before multiplying: a cache of more than 2**31 elements is ordinary.
         slot_L = (block_L.to(tl.int64) * K + kv_head) * P + pos_L % P
         k_scale_L = tl.load(k_scale_ptr + slot_L, mask=is_key_L, other=0.0).to(tl.float32)
@@ -251,6 +250,8 @@ def quantized_attention_kernel(
         even_LX, odd_LX = _two_of(pair_LX, v_cache_ptr.dtype.element_ty, q_MD.dtype)
         even_MX = add_values(p_ML, even_LX, rescale_M, even_MX)
         odd_MX = add_values(p_ML, odd_LX, rescale_M, odd_MX)
+        pos_L += TILE
+        block_L = tl.load(table_ptr + pos_L // P, mask=pos_L < seq_len, other=0)
 
     acc_MD = tl.interleave(even_MX, odd_MX)
     row_of_out_M = token_M * (K * G) + head_M
@@ -324,10 +325,16 @@ def quantized_launch_config(
 ) -> LaunchConfig:
     """choose_launch_config's choice, changed for caches in 8 bits.
 
-    Their conversion takes registers: at most 64 rows, and fewer keys.
+    Their conversion takes registers: at most 64 rows, and fewer keys. A tile has fewer bytes:
+    of heads of 64, too few for 8 warps to copy 16 at a time. Products of float32 read what is
+    copied in an order that spills; they do without copies.
     """
     sizes = (num_tokens, num_seqs, max_query_len, num_heads, num_kv_heads, head_dim)
     launch = choose_launch_config(*sizes, itemsize, chip, max_rows=64)
-    is_large, is_float32 = head_dim > 128, itemsize == 4
-    tile = 16 if is_large or is_float32 or chip.capability < (8, 0) else 32
-    return dataclasses.replace(launch, tile=tile, num_stages=2)
+    if itemsize == 4:
+        return dataclasses.replace(launch, tile=16, num_stages=1, max_registers=255)
+    is_small, is_large = head_dim <= 64, head_dim > 128
+    has_few_bytes = is_small and chip.capability >= (8, 0)
+    num_warps = 4 if has_few_bytes else launch.num_warps
+    tile = 16 if is_large else 32
+    return dataclasses.replace(launch, tile=tile, num_warps=num_warps, max_registers=255)

@@ -332,6 +332,28 @@ def test_triton_joins_splits_of_decodes(dtype):
 
 
 @pytest.mark.kernels
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("part", ["k_scales", "v_scales"])
+def test_a_scale_that_is_no_number_reaches_the_output_of_its_sequence_alone(part, num_splits):
+    """Invariant 15: in the first split, in the last one, and in a split between."""
+    pytest.importorskip("triton")
+    from test_kernels import launch_of
+
+    lens, positions = [(1, 40)] * 4, (1, 39, 20)  # the last sequence has numbers only
+    q_THD, cache, batch = written_case(torch.int8, P=8, lens=lens)
+    for table, position in zip(batch.block_tables_SB.tolist(), positions, strict=False):
+        getattr(cache, part)[table[position // 8], 1, position % 8] = torch.nan
+    q_THD, cache, batch = where_kernels_run(q_THD, cache, batch)
+    launch = launch_of(len(lens), len(lens), 3, num_splits=num_splits)
+    found = attend("triton", q_THD, cache, batch, launch=launch)
+    wanted = attend("torch", q_THD, cache, batch)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0, equal_nan=True)
+    assert found[:3, 3:].isnan().all() and found[:, :3].isfinite().all()  # heads of K 1, of K 0
+    assert found[3].isfinite().all()
+
+
+@pytest.mark.kernels
 @formats
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 80), (4, 64)])
 def test_triton_writes_what_torch_does(group, head_dim, dtype):
