@@ -25,13 +25,13 @@ sees_gpu = torch.cuda.is_available
 HAS_GPU = sees_gpu()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 torch.set_num_threads(1)
-Interpreted = None  # a kernel in Triton's interpreter
+Launch = None  # of a kernel, in Triton's interpreter
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton") is not None:
-        from triton.runtime.interpreter import InterpretedFunction as Interpreted
+        from triton.runtime.interpreter import GridExecutor as Launch
 
-        run_interpreted = Interpreted.run
+        launch = Launch.__call__
 MAX_WORKERS = 8
 EXTENSIONS = Path(__file__).parent.parent / "nanobatch" / "extensions"
 
@@ -68,9 +68,9 @@ def pytest_runtest_setup(item):
     if is_for_gpu and not HAS_GPU:
         pytest.skip("no CUDA device")
     torch.cuda.is_available = sees_gpu if is_for_gpu else lambda: False
-    if Interpreted is not None:
+    if Launch is not None:
         runs_kernels = item.get_closest_marker("kernels") is not None
-        Interpreted.run = run_interpreted if runs_kernels else refuse_to_run
+        Launch.__call__ = launch if runs_kernels else refuse_to_launch
         if runs_kernels:
             skip_unless_the_interpreter_works()
 
@@ -85,9 +85,9 @@ def skip_unless_the_interpreter_works():
         pytest.skip(str(error))
 
 
-def refuse_to_run(kernel, *args, **kwargs):
+def refuse_to_launch(self, *args, **kwargs):
     """In place of a kernel's launch."""
-    raise AssertionError(f"{kernel.fn.__name__} was launched: mark the test `kernels`")
+    raise AssertionError(f"{self.fn.__name__} was launched: mark the test `kernels`")
 
 
 @pytest.hookimpl(wrapper=True)

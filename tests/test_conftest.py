@@ -15,23 +15,23 @@ class cuda:
 def set_num_threads(number): pass
 """
 KERNEL = """
-class InterpretedFunction:
+class GridExecutor:
     def fn(): pass
-    def run(self): pass
+    def __call__(self): pass
 """
 OPS = """
 def check_triton(on_cuda, block_size): {fault}
 """
 TESTS = """
 import pytest, torch
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import GridExecutor
 def test_plain(): assert not torch.cuda.is_available()
-def test_launch(): InterpretedFunction().run()
+def test_launch(): GridExecutor()()
 @pytest.mark.gpu
 def test_gpu(): assert torch.cuda.is_available()
 @pytest.mark.kernels
 def test_kernels():
-    InterpretedFunction().run()
+    GridExecutor()()
     assert torch.cuda.is_available() == {has_gpu}
 """
 
