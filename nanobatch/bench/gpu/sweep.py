@@ -31,7 +31,7 @@ from nanobatch.kernels.launch_config import LaunchConfig
 from nanobatch.kernels.ops import AttentionArgs
 
 FACTORS_OF_SPLITS = (0.5, 2, 4)
-REGISTERS = (128, 168, 255)  # of a thread, at most; 255 are all that there are
+REGISTERS = (None, 128, 168, 255)  # of a thread; None: the compiler's choice; 255: all
 NUM_WARMED, WARMED_LEN = 2, 64  # sequences of a launch that only compiles, and their tokens
 SHOWN = ("block_m", "tile", "num_warps", "num_stages", "num_splits", "max_registers")
 
@@ -76,10 +76,11 @@ def variants(
 ) -> list[LaunchConfig]:
     """The default, and all combinations of the sizes in `grid` that differ from it.
 
-    A program has no fewer rows than a group has heads, and as many registers as it needs.
+    A program has no fewer rows than a group has heads, and the registers that the compiler
+    chooses.
     """
     H, K, _ = task.shape
-    found, free = [default], replace(default, max_registers=max(REGISTERS))
+    found, free = [default], replace(default, max_registers=None)
     for sizes in itertools.product(*grid.values()):
         launch = task.with_sizes(free, **dict(zip(grid, sizes, strict=True)))
         if launch.block_m >= H // K and shown(launch) not in map(shown, found):
@@ -98,8 +99,8 @@ def near(task: Task, best: LaunchConfig) -> list[LaunchConfig]:
     if task.query_len > 1:
         splits = set()
     found = [task.with_sizes(best, num_splits=n) for n in sorted(splits)]
-    others = set(REGISTERS) - {best.max_registers}
-    return found + [replace(best, max_registers=n) for n in sorted(others)]
+    others = [n for n in REGISTERS if n != best.max_registers]
+    return found + [replace(best, max_registers=n) for n in others]
 
 
 class Sweep:
