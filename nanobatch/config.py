@@ -47,7 +47,7 @@ class EngineConfig:
         block_size: tokens in a block of the KV cache.
         num_blocks: blocks in the pool; None: on a CPU what max_num_seqs requests of
             max_model_len need, at most 2 GiB; on a GPU what its memory has left after the
-            weights and one step of the largest size (ModelRunner.config has the number).
+            weights, the largest steps and captured graphs (ModelRunner.config has the number).
         num_host_blocks: blocks of host memory, for preemption by swap; None: as many as the
             pool has, in at most 4 GiB (for each process that shares the model).
         max_num_seqs: most requests in `running` at once.
@@ -81,8 +81,9 @@ class EngineConfig:
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
         device: "cpu" or "cuda"; "auto" is a GPU where there is one.
         dtype: of weights, and of the cache unless that is in 8 bits; "auto" on a GPU is
-            bfloat16 from compute capability 8.0 on, float16 below; on a CPU bfloat16 where it
-            multiplies that in hardware (AVX-512 BF16 or AMX), else float32.
+            bfloat16 from compute capability 8.0 on, float16 below (bfloat16 is refused there);
+            on a CPU bfloat16 where it multiplies that in hardware (AVX-512 BF16 or AMX), else
+            float32.
         kv_cache_dtype: "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9 on): keys
             and values in 8 bits, with a scale for each token and KV head; "auto": as dtype.
         gpu_memory_utilization: share of a GPU's memory that may be used (CUDA only).
