@@ -132,6 +132,8 @@ MUTATIONS = {
     "kernel-empty-split-counts": Mutation("paged_attention_kernel.py", "tl.store(sum_ptr + part_M, sum_M, mask=is_row_M)", "tl.store(sum_ptr + part_M, sum_M, mask=is_row_M & (sum_M > 0))", "tests/kernels/test_kernels.py"),
     "kernel-nan-split-is-dropped": Mutation("paged_attention_kernel.py", "mask=(d_D < D)[None, :], other=0.0", "mask=(d_D < D)[None, :] & (sum_X > 0)[:, None], other=0.0", "tests/kernels/test_kernels.py"),
     "kernel-block-ids-a-tile-late": Mutation("paged_attention_kernel.py", "        block_L = tl.load(table_ptr + pos_L // P,", "        block_L = tl.load(table_ptr + (pos_L - TILE) // P,", "tests/kernels/test_kernels.py"),
+    "kernel-past-the-block-table": Mutation("paged_attention_kernel.py", "        block_L = tl.load(table_ptr + pos_L // P, mask=pos_L < seq_len, other=0)\n\n", "        block_L = tl.load(table_ptr + pos_L // P)\n\n", "tests/kernels/test_ptx.py"),
+    "kernel-past-the-queries": Mutation("paged_attention_kernel.py", "        mask=is_row_M[:, None] & is_d_D[None, :],\n        other=0.0,\n", "        mask=(row_M >= 0)[:, None] & is_d_D[None, :],\n        other=0.0,\n", "tests/kernels/test_ptx.py"),
     "kernel-no-maximum": Mutation("paged_attention_kernel.py", "max_M = tl.full([BLOCK_M], float(\"-inf\"), tl.float32)", "max_M = tl.full([BLOCK_M], 0.0, tl.float32)", "tests/kernels/test_kernels.py"),
     "kernel-slot-minus-one": Mutation("kernels/triton_ops.py", "        if slot < 0:\n            return\n", "", "tests/kernels/test_kernels.py"),
     "any-numpy-for-the-interpreter": Mutation("kernels/ops.py", "triton_version < (3, 7) and numpy_version >= (2, 4)", "triton_version < (3, 7) and numpy_version >= (2, 5)", "tests/kernels/test_kernels.py"),
