@@ -83,7 +83,8 @@ def attend(
         exact = KVCache(cache.keys.double(), cache.values.double())
     wide = torch.float32 if exact is cache else torch.float64
     wanted = TorchBackend().paged_attention(q_THD.to(wide), exact, batch, args)
-    torch.testing.assert_close(found.to(wide), wanted, atol=ATOL[q_THD.dtype], rtol=0)
+    how = {"atol": ATOL[q_THD.dtype], "rtol": 0, "equal_nan": True}
+    torch.testing.assert_close(found.to(wide), wanted, **how)
     return before
 
 
@@ -309,6 +310,15 @@ def test_windows_soft_caps_and_block_sizes(compiler, capability):
         attend(compiler, capability, *args, softcap=2.0)
     for block_size in (1, 4, 64, 256):
         attend(compiler, capability, *attention_case(MIXED, P=block_size, dtype=dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ALL)
+@pytest.mark.parametrize("num_sms", [NO_SPLIT, SPLIT])
+def test_a_nan_key_reaches_its_own_request_only(compiler, capability, num_sms):
+    q_THD, cache, batch = attention_case(DECODES, P=16, dtype=dtypes_of(capability)[0])
+    cache.keys[batch.block_tables_SB[1, 2], :, 3] = torch.nan
+    attend(compiler, capability, q_THD, cache, batch, num_sms=num_sms)  # as torch in float64
 
 
 @pytest.mark.slow

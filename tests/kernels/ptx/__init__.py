@@ -6,7 +6,9 @@
     warp.py          instructions of whole warps: mma, ldmatrix, stmatrix, shfl
     memory.py        global memory: each access lies within a tensor
     shared.py        shared memory: races between warps, asynchronous copies
-    machine.py       threads, branches, barriers
+    instructions.py  what each instruction does
+    machine.py       threads, their registers, branches, barriers
+    mutants.py       programs with one barrier less, or a shorter wait
     launch.py        runs what the package's wrappers launch, on tensors of the CPU
 
 An access out of all tensors, or not aligned; two programs that write the same bytes; two warps

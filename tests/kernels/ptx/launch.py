@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -111,7 +112,7 @@ def run_on(
     launches: list[Launch] = []
     major, minor = chip.capability
 
-    def launch(kernel, *args, grid, warmup, **options):
+    def launch(kernel, grid, *args, **options):
         named = dict(zip(kernel.arg_names, args, strict=False)) | options
         compiled = compiler.compile(kernel.fn, 10 * major + minor, args, options)
         arguments = [named[name] for name in compiled.parameters]
@@ -121,7 +122,7 @@ def run_on(
 
     kind = type(paged_attention_kernel.paged_attention_kernel)
     with (
-        mock.patch.object(kind, "run", launch),
+        mock.patch.object(kind, "__getitem__", lambda *given: partial(launch, *given)),
         mock.patch.object(paged_attention_kernel, "chip_of", lambda _: chip),
         triton.knobs.runtime.scope(),
     ):

@@ -21,6 +21,11 @@ def words(width: int) -> np.dtype:
     return np.dtype(f"u{min(width, 8)}")
 
 
+def each_byte(word: np.dtype) -> np.unsignedinteger:
+    """1 in each byte of a word."""
+    return np.full(1, 0x0101010101010101, np.uint64).view(word)[0]
+
+
 class GlobalMemory:
     """The memory of some tensors, and which of its bytes belong to their elements.
 
@@ -75,8 +80,7 @@ class GlobalMemory:
         is_outside = (position < 0) | (position + width > len(self.bytes))
         at = np.where(is_outside, 0, position)[:, None] // word.itemsize
         at = at + np.arange(width // word.itemsize)
-        all_owned = np.full(1, 0x0101010101010101, np.uint64).view(word)[0]
-        is_outside |= (self.is_owned.view(word)[at] != all_owned).any(1)
+        is_outside |= (self.is_owned.view(word)[at] != each_byte(word)).any(1)
         if is_outside.any():
             raise Fault(f"out of all tensors: {width} bytes at {address[is_outside][:4]}")
         return at
@@ -93,13 +97,12 @@ class GlobalMemory:
         """Write [n, width // itemsize] words."""
         width = values.shape[1] * values.itemsize
         at = self.check(address, width)
-        each_byte = (address.astype(np.int64) - BASE)[:, None] + np.arange(width)
+        where = (address.astype(np.int64) - BASE)[:, None] + np.arange(width)
         writer = program[:, None] + 1
-        before = self.writer[each_byte]
-        self.writer[each_byte] = writer
-        if (self.writer[each_byte] != writer).any() or (
-            (before != 0) & (before != writer)
-        ).any():
+        before = self.writer[where]
+        self.writer[where] = writer
+        is_others = (before != 0) & (before != writer) | (self.writer[where] != writer)
+        if is_others.any():
             raise Fault("two programs write the same bytes")
         self.bytes.view(values.dtype)[at] = values
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ptx.memory import Fault, GlobalMemory, words
+from ptx.memory import Fault, GlobalMemory, each_byte, words
 
 UNWRITTEN = 0xFF  # NaN in every format of floating point
 
@@ -133,11 +133,6 @@ class SharedMemory:
             if is_race.any():
                 what = "reads" if values is None else "writes"
                 raise Fault(f"race: warp {w} {what} shared memory that another warp uses")
-
-
-def each_byte(word: np.dtype) -> np.unsignedinteger:
-    """1 in each byte of a word."""
-    return np.full(1, 0x0101010101010101, np.uint64).view(word)[0]
 
 
 def _select(copy: Copy, which: np.ndarray) -> Copy:
