@@ -63,13 +63,19 @@ def visible(query_pos: Tensor, key_pos: Tensor, sliding_window: int | None = Non
     return sees
 
 
-def causal_mask(query_len: int, seq_len: int, sliding_window: int | None = None) -> Tensor:
+def causal_mask(
+    query_len: int,
+    seq_len: int,
+    sliding_window: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """bool [query_len, seq_len]: the queries are the last of the keys' positions.
 
     Aligned at the bottom right: with 2 queries and 4 keys, `1 1 1 .` over `1 1 1 1`.
     """
-    query_pos_T1 = torch.arange(seq_len - query_len, seq_len).unsqueeze(1)
-    return visible(query_pos_T1, torch.arange(seq_len).unsqueeze(0), sliding_window)
+    pos_L = torch.arange(seq_len, device=device)
+    query_pos_T1 = pos_L[seq_len - query_len :].unsqueeze(1)
+    return visible(query_pos_T1, pos_L.unsqueeze(0), sliding_window)
 
 
 def padded_mask(

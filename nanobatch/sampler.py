@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from nanobatch.kernels.distribution import Rules, distribution, pick
-from nanobatch.kernels.ops import REFERENCE, Ops
+from nanobatch.kernels.ops import REFERENCE, Ops, largest
 from nanobatch.sampling_row import SamplingRow, logit_changes, settings, uniform
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.transfer import HostCopy, to_device
@@ -214,6 +214,6 @@ def _logprobs(raw_SV: Tensor, k: int, which: Sequence[int], tokens_S: Tensor) ->
     and of the chosen one."""
     which_A = to_device(which, torch.int64, raw_SV.device)
     logprobs_AV = raw_SV[which_A].log_softmax(dim=-1)
-    best_AX, chosen_A1 = logprobs_AV.topk(k).indices, tokens_S[which_A].unsqueeze(1)
+    best_AX, chosen_A1 = largest(logprobs_AV, k)[1], tokens_S[which_A].unsqueeze(1)
     ids_AX = torch.cat((best_AX, chosen_A1), dim=1)
     return torch.stack((ids_AX.double(), logprobs_AV.gather(1, ids_AX).double()), dim=1)

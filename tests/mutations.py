@@ -276,6 +276,9 @@ MUTATIONS = {
     # ---- sampling
     "min-p-of-one": Mutation("kernels/distribution.py", "rules.min_p_R1 * probs_RV.amax(dim=-1, keepdim=True)", "rules.min_p_R1", "tests/test_sampler.py"),
     "probabilities-do-not-sum-to-one": Mutation("kernels/distribution.py", "return probs_RV.div_(probs_RV.sum(dim=-1, keepdim=True))", "return probs_RV", "tests/test_sampler.py"),
+    "the-mask-is-made-on-the-cpu": Mutation("kernels/ops.py", "k_SKLD.shape[2], device=q_SHTD.device)", "k_SKLD.shape[2])", "tests/test_cuda_paths.py"),
+    "heads-of-another-token": Mutation("kernels/triton_ops.py", "row // H * x_stride", "row * x_stride", "tests/kernels/test_kernels.py"),
+    "numbers-behind-the-last-chunk-are-lost": Mutation("kernels/ops.py", "(values_SCX.flatten(1), x_SV[:, num_in_chunks:])", "(values_SCX.flatten(1), x_SV[:, num_in_chunks:] - 1e9)", "tests/kernels/test_largest.py"),
     "a-tie-too-many": Mutation("kernels/distribution.py", "> num_ties_R1\n", "> num_ties_R1 + 1\n", "tests/kernels/test_distribution.py"),
     "the-search-stops-a-bit-early": Mutation("kernels/distribution.py", "in reversed(range(32))", "in reversed(range(1, 32))", "tests/kernels/test_distribution.py"),
     "top-p-of-all-mass": Mutation("kernels/distribution.py", "torch.where(has_top_k_R1, mass_RX[:, -1:], total_R1)", "total_R1", "tests/test_sampler.py"),
@@ -295,7 +298,7 @@ MUTATIONS = {
     # ---- models
     "few-exact-logits": Mutation("models/decoder.py", "logits_SV.scatter_(1, best_SX, exact_SX)", "logits_SV.scatter_(1, best_SX[:, :1], exact_SX[:, :1])", "tests/models/test_models.py"),
     "shares-not-normed": Mutation("models/experts.py", "        if self.norms:\n", "        if False:\n", "tests/models/test_experts.py"),
-    "embedding-multiplier-in-float32": Mutation("models/variants.py", "torch.tensor(self.multiplier, dtype=x_TE.dtype)", "self.multiplier", "tests/models/test_models.py"),
+    "embedding-multiplier-in-float32": Mutation("models/variants.py", "x_TE.new_full((), self.multiplier)", "self.multiplier", "tests/models/test_models.py"),
     "launch-splits-prefills": Mutation("kernels/launch_config.py", "    if max_query_len == 1:\n", "    if True:\n", "tests/kernels/test_kernels.py"),
     "group-does-not-fit-its-rows": Mutation("kernels/launch_config.py", "max(16, next_power_of_two(group), next_power_of_two(rows))", "max(16, next_power_of_two(rows))", "tests/kernels/test_kernels.py"),
     # ---- lengths, figures, checks, workload

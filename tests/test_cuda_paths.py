@@ -10,7 +10,9 @@ and test_decode_graphs.py prove, and the recording itself, which test_gpu.py doe
 
 import dataclasses
 import inspect
+import math
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +37,10 @@ from nanobatch.extensions.tensor_parallel import Shard
 from nanobatch.llm import build_runner, load_model
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import bytes_per_block
-from nanobatch.models.decoder import Decoder, LMHead
+from nanobatch.models.decoder import LMHead
 from nanobatch.models.presets import MODEL_PRESETS
+from nanobatch.models.rope import Rope
+from nanobatch.models.variants import make_decoder
 from nanobatch.sampler import Sampled, begin_sample
 from nanobatch.utils import device as device_module
 from nanobatch.utils.cache_size import GIB
@@ -47,7 +51,8 @@ from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from nanobatch import paged_attention_kernel  # noqa: E402
 from nanobatch.extensions import quantized_kernels  # noqa: E402
-from nanobatch.kernels import triton_ops  # noqa: E402
+from nanobatch.kernels import grouped_matmul, triton_ops  # noqa: E402
+from nanobatch.kernels.gather import Group  # noqa: E402
 from nanobatch.kernels.triton_ops import TritonOps  # noqa: E402
 
 try:
@@ -60,6 +65,7 @@ except ImportError:
 GPU = torch.device("gpu", 0)
 KERNELS = {
     paged_attention_kernel: ["paged_attention_kernel", "reduce_splits_kernel"],
+    grouped_matmul: ["grouped_matmul_kernel"],
     triton_ops: ["rms_norm_kernel", "rope_and_write_kernel", "silu_mul_kernel"],
     quantized_kernels: ["quantized_attention_kernel", "quantized_rope_and_write_kernel"],
 }
@@ -190,6 +196,15 @@ def no_capture(monkeypatch):
     )
 
 
+def check_no_row_is_sorted(function, args):
+    """Nor by topk, which sorts whole rows of at least 100,000 if there are at most 10."""
+    name = function.overloadpacket.__name__
+    if name in ("topk", "sort"):
+        *rows, row_size = args[0].shape
+        is_sorted = name == "sort" or (math.prod(rows) <= 10 and row_size >= 100_000)
+        assert not is_sorted or row_size < 1000, f"{name} sorts rows of {row_size}"
+
+
 class OnlyOnGpu(TorchDispatchMode):
     """No operation may touch a tensor on the CPU: a captured step copies nothing over."""
 
@@ -198,6 +213,7 @@ class OnlyOnGpu(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, out)):
             is_elsewhere = isinstance(leaf, torch.Tensor) and not leaf.is_cuda
             assert not is_elsewhere, f"{function} touches a tensor on {leaf.device}"
+        check_no_row_is_sorted(function, args)
         return out
 
 
@@ -213,21 +229,42 @@ class NoWaiting(TorchDispatchMode):
         if len({tensor.is_cuda for tensor in tensors}) > 1:
             flags = [a for a in (*args, *(kwargs or {}).values()) if a is True]
             assert "copy" in str(function) and flags, f"{function} waits for the GPU"
+        check_no_row_is_sorted(function, args)
         return out
 
 
+class Work(TorchDispatchMode):
+    """Notes down what a GPU is given to do besides Triton's kernels: all but views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "empty" not in function.name():
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 def fake_decoder(name="tiny", dtype=torch.bfloat16, ranks=None):
-    """A decoder (or a rank's shard) on a GPU that is not there, for a FakeTensorMode."""
-    config = dataclasses.replace(MODEL_PRESETS[name], num_layers=2)  # the others are alike
+    """A decoder (or a rank's shard) on a GPU that is not there, for a FakeTensorMode.
+
+    name: of a preset, with two layers, since the others are alike; or a config.
+    """
+    config = name
+    if isinstance(name, str):
+        config = dataclasses.replace(MODEL_PRESETS[name], num_layers=2)
     shard = None if ranks is None else Shard(ranks)
     with torch.device("meta"):
-        model = Decoder(config if shard is None else shard.config(config))
+        model = make_decoder(config if shard is None else shard.config(config))
     weights = {
         name: torch.empty(weight.shape, dtype=dtype, device=GPU)
         for name, weight in model.state_dict().items()
     }
     model.load_state_dict(weights, assign=True)
-    model.rope.inv_freq_R = torch.empty(model.rope.inv_freq_R.shape, device=GPU)
+    for module in model.modules():
+        if isinstance(module, Rope):
+            module.inv_freq_R = torch.empty(module.inv_freq_R.shape, device=GPU)
     if shard is not None:
         shard.connect(model, config)
     return model.eval().requires_grad_(False)
@@ -499,6 +536,90 @@ def test_a_captured_step_neither_waits_nor_copies(name, launches, numbers_are_ze
         assert graphs.replay(batch).shape == (2, config.vocab_size)
 
 
+FAMILIES = {
+    "gemma2": {"activation": "gelu_tanh", "post_norm": True, "embedding_multiplier": 7.3,
+               "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+               "sliding_window": 6, "full_attention_layers": (1,)},
+    "gemma3": {"activation": "gelu_tanh", "post_norm": True, "embedding_multiplier": 7.3,
+               "qk_norm": "each_head", "local_rope_theta": 1e4, "sliding_window": 6},
+    "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "all_heads"},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "starcoder2": {"norm": "layer", "activation": "gelu_tanh", "gated_mlp": False},
+    "yarn": {"rope_attention_factor": 1.2},
+    "mixtral": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}  # fmt: skip
+
+
+def family(name):
+    return dataclasses.replace(MODEL_PRESETS["tiny"], num_layers=2, **FAMILIES[name])
+
+
+MIXED = [Row([5], 20, [3, 1]), Row([6], 0, [2]), Row([1, 2, 3], 2, [4])]
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    """No step is run before the test's own."""
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda runner: None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_s_step_stays_on_the_gpu(name, launches, cold):
+    with FakeTensorMode():
+        runner = ModelRunner(fake_decoder(family(name)), EngineConfig(num_blocks=9))
+        only_on_gpu(runner)
+        assert runner.backend.name == "triton"
+        logits_SV = runner.forward(pack(MIXED, 16, GPU))
+    assert logits_SV.is_cuda and logits_SV.shape == (3, 258)
+    assert launches["paged_attention_kernel"] == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_runs_with_torch_on_a_gpu(
+    name, launches, cold, numbers_are_zero, monkeypatch
+):
+    """Which tokens attend together is worked out from numbers: here a prompt, and a decode."""
+
+    def groups(batch, num_kv_heads, block_size, window, *wanted):
+        runs = torch.empty(num_kv_heads, dtype=torch.int64, device=GPU)
+        tail, shape = runs[:0], (1, num_kv_heads, 1)
+        mask = None if window is None else torch.empty(1, 1, 3, 3, dtype=bool, device=GPU)
+        yield Group(slice(0, 3), shape, runs, 3, mask, tail)
+        mask = torch.empty(1, 1, 1, 9, dtype=bool, device=GPU)
+        yield Group(slice(3, 4), shape, runs, 9, mask, tail)
+
+    monkeypatch.setattr("nanobatch.attention.make_groups", groups)
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: True)  # no slot is -1
+    with FakeTensorMode():
+        config = EngineConfig(num_blocks=9, attention_backend="torch")
+        runner = ModelRunner(fake_decoder(family(name)), config)
+        batch = pack([Row([1, 2, 3], 0, [4]), Row([5], 8, [3])], 16, GPU)
+        with OnlyOnGpu():
+            logits_SV = runner.forward(batch)
+    assert logits_SV.shape == (2, 258) and launches == {}
+
+
+@pytest.mark.parametrize("name, num_norms", [("llama-3.1-8b", 2), ("qwen3-0.6b", 4)])
+def test_what_a_layer_of_an_eager_step_launches(name, num_norms, launches, cold):
+    """Four products, the norms, RoPE, SiLU, and attention: not one copy."""
+    seen = {}
+    for num_layers in (1, 3):
+        config = dataclasses.replace(MODEL_PRESETS[name], num_layers=num_layers)
+        launches.clear()
+        with FakeTensorMode():
+            knobs = {"num_blocks": 40, "cuda_graphs": False}
+            runner = ModelRunner(fake_decoder(config), EngineConfig(**knobs))
+            batch = pack([Row([7] * 200, 0, list(range(13))), Row([6], 0, [30])], 16, GPU)
+            with torch.inference_mode(), Work() as work:
+                runner.forward(batch)
+        seen[num_layers] = Counter(work.names) + Counter(launches)
+    a_layer = {kind: n // 2 for kind, n in (seen[3] - seen[1]).items()}
+    for kind in ("paged_attention_kernel", "reduce_splits_kernel", "new_zeros"):
+        a_layer.pop(kind, None)  # attention's own
+    norms = {"rms_norm_kernel": num_norms}
+    assert a_layer == norms | {"linear": 4, "rope_and_write_kernel": 1, "silu_mul_kernel": 1}
+
+
 def test_a_rank_s_captured_step_exchanges_and_neither_waits_nor_copies(
     launches, numbers_are_zero, monkeypatch
 ):
@@ -578,7 +699,7 @@ def test_to_begin_to_sample_waits_for_nothing(names, launches, numbers_are_zero,
     monkeypatch.setattr(FakeTensor, "tolist", lambda x: events.append("read") or seen(x))
     rows = sampling_rows(*names)
     with FakeTensorMode():
-        logits_SV = torch.empty(len(rows), 1000, device=GPU)
+        logits_SV = torch.empty(len(rows), 128_256, device=GPU)
         with NoWaiting():
             draws = begin_sample(logits_SV, rows, TritonOps())
         assert draws.tokens_S.is_cuda and draws.tokens_S.shape == (len(rows),)

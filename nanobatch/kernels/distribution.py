@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanobatch.kernels.ops import largest
 from nanobatch.utils.transfer import to_device
 
 NUM_TRIED = 1024  # logits that a CPU tries before it searches the whole row
@@ -126,7 +127,7 @@ def _cut_by_rank(
     logits_RV: Tensor, probs_RV: Tensor, rules: Rules, total_R1: Tensor, num_largest: int
 ) -> tuple[Cut, Tensor]:
     """The cut of each row among its largest logits; and whether these have the mass, [R, 1]."""
-    sorted_RX, ids_RX = logits_RV.topk(num_largest)
+    sorted_RX, ids_RX = largest(logits_RV, num_largest)
     rank_X = torch.arange(num_largest, device=logits_RV.device)
     is_kept_RX = rank_X < rules.top_k_R1
     mass_RX = probs_RV.gather(1, ids_RX).masked_fill_(~is_kept_RX, 0).cumsum_(dim=-1)

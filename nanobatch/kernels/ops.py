@@ -33,6 +33,7 @@ from nanobatch.config import EngineConfig
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.utils.arithmetic import next_power_of_two
 
+NUM_CHUNKS = 16  # of a row of logits, in largest()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -103,7 +104,7 @@ class Ops:
 
     def top_ids(self, x_SV: Tensor, k: int) -> Tensor:
         """int64 [S, k]: where each row's k largest numbers are, in no order."""
-        return x_SV.argmax(dim=-1, keepdim=True) if k == 1 else x_SV.topk(k).indices
+        return x_SV.argmax(dim=-1, keepdim=True) if k == 1 else largest(x_SV, k)[1]
 
     def grouped_matmul(self, x_MK: Tensor, weight_XNK: Tensor, counts_X: Tensor) -> Tensor:
         """[M, N]: rows times their expert's weight, transposed: the first counts_X[0]
@@ -125,6 +126,34 @@ class Ops:
 
 
 REFERENCE = Ops()
+
+
+def largest(x_SV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Each row's k largest numbers and where they are, [S, k], the largest first."""
+    # On CUDA topk sorts whole rows if they are few and long (torch's TensorTopK.cpp).
+    num_rows, row_size = x_SV.shape
+    if x_SV.is_cuda and num_rows <= 10 and row_size >= 100_000 and k <= row_size // NUM_CHUNKS:
+        return largest_of_chunks(x_SV, k)
+    return x_SV.topk(k)
+
+
+def largest_of_chunks(x_SV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As largest(), in two steps: those of each chunk of a row, then the largest of these.
+
+    k: at most row size // NUM_CHUNKS.
+    """
+    chunk_size = x_SV.shape[1] // NUM_CHUNKS
+    num_in_chunks = NUM_CHUNKS * chunk_size
+    chunks_SCX = x_SV[:, :num_in_chunks].unflatten(1, (NUM_CHUNKS, chunk_size))
+    values_SCX, ids_SCX = chunks_SCX.topk(k)
+    start_C1 = torch.arange(0, num_in_chunks, chunk_size, device=x_SV.device).unsqueeze(1)
+    ids_SX = (ids_SCX + start_C1).flatten(1)
+    # The few numbers behind the last chunk are candidates too.
+    rest = torch.arange(num_in_chunks, x_SV.shape[1], device=x_SV.device)
+    ids_SX = torch.cat((ids_SX, rest.expand(len(x_SV), -1)), dim=1)
+    values_SX = torch.cat((values_SCX.flatten(1), x_SV[:, num_in_chunks:]), dim=1)
+    values_SX, where_SX = values_SX.topk(k)
+    return values_SX, ids_SX.gather(1, where_SX)
 
 
 def layer_norm(
@@ -182,7 +211,7 @@ def masked_attention(
             q_SHTD, k_SKLD, v_SKLD, mask, scale=scale, is_causal=is_causal, enable_gqa=True
         )
     if is_causal:
-        mask = causal_mask(q_SHTD.shape[2], k_SKLD.shape[2])
+        mask = causal_mask(q_SHTD.shape[2], k_SKLD.shape[2], device=q_SHTD.device)
     group_size = q_SHTD.shape[1] // k_SKLD.shape[1]
     k_SHLD, v_SHLD = (x.repeat_interleave(group_size, dim=1) for x in (k_SKLD, v_SKLD))
     scores_SHTL = (q_SHTD @ k_SHLD.transpose(2, 3)).float() * scale

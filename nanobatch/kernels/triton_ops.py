@@ -32,12 +32,14 @@ ROPE_HEADS = 16  # heads of a program, so that the angles are loaded once for ma
 
 @triton.jit
 def rms_norm_kernel(
-    out_ptr,  # [T, E] the normed rows
-    sum_ptr,  # float32 [T, E] x + residual: the next residual
-    x_ptr,  # [T, E]
-    residual_ptr,  # float32 [T, E]
+    out_ptr,  # [T, H, E] the normed rows
+    sum_ptr,  # float32 [T, H, E] x + residual: the next residual
+    x_ptr,  # [T, H, E]; a token's rows are contiguous
+    residual_ptr,  # float32 [T, H, E]
     weight_ptr,  # [E]
+    x_stride,  # elements from one token's rows to the next one's
     eps,  # keeps a row of zeros from dividing by 0
+    H: tl.constexpr,  # rows of a token: its heads, or 1
     E: tl.constexpr,  # elements of a row
     E_PAD: tl.constexpr,  # the next power of two
     HAS_RESIDUAL: tl.constexpr,
@@ -46,7 +48,8 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     e_E = tl.arange(0, E_PAD)
     is_e_E = e_E < E
-    wide_E = tl.load(x_ptr + row * E + e_E, mask=is_e_E, other=0.0).to(tl.float32)
+    x_ptr += row // H * x_stride + row % H * E
+    wide_E = tl.load(x_ptr + e_E, mask=is_e_E, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         wide_E += tl.load(residual_ptr + row * E + e_E, mask=is_e_E, other=0.0)
     tl.store(sum_ptr + row * E + e_E, wide_E, mask=is_e_E)
@@ -163,13 +166,14 @@ class TritonOps(Ops):
     ) -> tuple[Tensor, Tensor]:
         """See Ops.rms_norm."""
         E = x_TE.shape[-1]
-        x_TE = x_TE.contiguous()
-        out_TE, sum_TE = torch.empty_like(x_TE), torch.empty_like(x_TE, dtype=torch.float32)
+        x_THE = dense_heads(x_TE if x_TE.dim() == 3 else x_TE.view(-1, 1, E))
+        out_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
+        sum_TE = torch.empty_like(out_TE, dtype=torch.float32)
         residual_or_x = x_TE if residual_TE is None else residual_TE.contiguous()
         rms_norm_kernel[(x_TE.numel() // E,)](
-            out_TE, sum_TE, x_TE, residual_or_x, weight_E, eps,
-            E=E, E_PAD=triton.next_power_of_2(E), HAS_RESIDUAL=residual_TE is not None,
-            num_warps=warps_of_row(E),
+            out_TE, sum_TE, x_THE, residual_or_x, weight_E, x_THE.stride(0), eps,
+            H=x_THE.shape[1], E=E, E_PAD=triton.next_power_of_2(E),
+            HAS_RESIDUAL=residual_TE is not None, num_warps=warps_of_row(E),
         )  # fmt: skip
         return out_TE, sum_TE
 

@@ -177,7 +177,7 @@ class ScaledEmbedding(nn.Embedding):
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         x_TE = super().forward(token_ids_T)
-        return x_TE * torch.tensor(self.multiplier, dtype=x_TE.dtype)
+        return x_TE * x_TE.new_full((), self.multiplier)
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:

@@ -211,7 +211,9 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Kernel]]:
         yield f"reduce {num_splits} splits d{D}", Kernel(reduce, sizes, {})
     norm = elementwise_kernels.rms_norm_kernel
     for E, has_residual in product((128, 576, 4096, 16384), (False, True)):
-        sizes = {"E": E, "E_PAD": triton.next_power_of_2(E), "HAS_RESIDUAL": has_residual}
+        # 128: Qwen3, each of 32 heads
+        sizes = {"H": 32 if E == 128 else 1, "E": E, "E_PAD": triton.next_power_of_2(E)}
+        sizes["HAS_RESIDUAL"] = has_residual
         options = {"num_warps": elementwise_kernels.warps_of_row(E)}
         yield f"rms norm {E}" + " residual" * has_residual, Kernel(norm, sizes, options)
     sizes = {"F": 11008, "BLOCK": elementwise_kernels.SILU_BLOCK}
@@ -250,7 +252,7 @@ def compiled(kernel: Kernel, target: Target):
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name.endswith(("_ptr", "q_stride"))
+        if name.endswith(("_ptr", "q_stride", "x_stride"))
         or (name in ("k_stride", "v_stride", "N", "K") and name not in kernel.constants)
     }
     by_position = {(names.index(name),): value for name, value in kernel.constants.items()}

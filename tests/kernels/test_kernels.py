@@ -367,10 +367,15 @@ def test_rms_norm(size, dtype):
         wanted = torch.nn.functional.rms_norm(wide, (size,), weight.float(), 1e-5)
         torch.testing.assert_close(found[0].float(), wanted, atol=4 * ATOL[dtype], rtol=1e-2)
         torch.testing.assert_close(found[1], wide)
-    heads = torch.randn(3, 4, size).to(DEVICE, dtype)  # Qwen3's norm of each head
-    found, _ = triton_ops.rms_norm(heads, weight, 1e-5)
-    wanted = torch.nn.functional.rms_norm(heads.float(), (size,), weight.float(), 1e-5)
-    torch.testing.assert_close(found.float(), wanted, atol=4 * ATOL[dtype], rtol=1e-2)
+    # Qwen3's norm of each head, where queries, keys and values lie side by side; OLMo-2's
+    qkv = torch.randn(3, 7, size).to(DEVICE, dtype)
+    qkv[:, 6:] = float("nan")
+    flat = qkv.flatten(1)
+    for rows in (qkv[:, :4], qkv[:, 4:6], flat[:, :size], flat[:, 2 * size : 3 * size]):
+        found, total = triton_ops.rms_norm(rows, weight, 1e-5)
+        wanted = torch.nn.functional.rms_norm(rows.float(), (size,), weight.float(), 1e-5)
+        torch.testing.assert_close(found.float(), wanted, atol=4 * ATOL[dtype], rtol=1e-2)
+        assert found.is_contiguous() and torch.equal(total, rows.float())
 
 
 @pytest.mark.parametrize("dtype", list(ATOL), ids=str)
