@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from nanobatch.plan import ScheduledRequest
+from nanobatch.utils.transfer import staged
 
 PADDING_SLOT = -1  # a token with this slot writes nothing
 
@@ -114,12 +115,28 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu
         "block_tables_SB": block_tables_SB,
         "logits_indices_S": _last_tokens(rows, query_start_loc[1:]),
     }
-    tensors = {name: torch.from_numpy(a).to(device) for name, a in arrays.items() if a.size}
+    device = torch.device(device)
+    tensors = {
+        name: staged(torch.from_numpy(a), device).to(device, non_blocking=True)
+        for name, a in arrays.items()
+        if a.size
+    }
     if "logits_indices_S" not in tensors:  # no logits are wanted: nothing to copy
         tensors["logits_indices_S"] = torch.empty(0, dtype=torch.int64, device=device)
     batch = Batch(**tensors)
     batch.derived["max_query_len"] = int(query_lens_S.max())  # known here without a sync
     return batch
+
+
+def fill_in(token_ids_T: Tensor, sampled_S: Tensor) -> None:
+    """Put tokens that only the device knows in the place of their placeholders (request.py).
+
+    Args:
+        token_ids_T: int64 [T], on the device; -1 - i becomes sampled_S[i].
+        sampled_S: int64 [S], the tokens that the step before has sampled.
+    """
+    which_T = (-1 - token_ids_T).clamp_(min=0)
+    token_ids_T.copy_(torch.where(token_ids_T < 0, sampled_S[which_T], token_ids_T))
 
 
 def _last_tokens(rows: Sequence[Row], ends_S: np.ndarray) -> np.ndarray:

@@ -79,6 +79,9 @@ class EngineConfig:
         attention_backend: "torch", "triton" (on a CPU only in Triton's interpreter) or "c" (on
             a CPU with a C compiler); "auto" is the fastest that the device can run.
         cuda_graphs: replay captured decode steps (on a GPU, with the Triton backend).
+        async_scheduling: plan and launch a step while the device computes the one before; the
+            outputs are the same. On a GPU with the Triton backend, without drafts and on one
+            process; elsewhere it has no effect (extensions/async_scheduling.py).
         device: "cpu" or "cuda"; "auto" is a GPU where there is one.
         dtype: of weights, and of the cache unless that is in 8 bits; "auto" on a GPU is
             bfloat16 from compute capability 8.0 on, float16 below (bfloat16 is refused there);
@@ -115,6 +118,7 @@ class EngineConfig:
     prompt_lookup_min: int = 2
     attention_backend: str = "auto"
     cuda_graphs: bool = True
+    async_scheduling: bool = True
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -134,7 +138,9 @@ class EngineConfig:
             check_int("max_model_len", self.max_model_len, 2)
         if self.max_wait is not None:
             check_float("max_wait", self.max_wait, 0.0)
-        for name in ("enable_chunked_prefill", "enable_prefix_caching", "cuda_graphs"):
+        for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+            check_bool(name, getattr(self, name))
+        for name in ("cuda_graphs", "async_scheduling"):
             check_bool(name, getattr(self, name))
         check_choice("batching", self.batching, BATCHING)
         check_choice("policy", self.policy, POLICIES)

@@ -25,7 +25,7 @@ import functools
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig, extension_for
@@ -240,23 +240,27 @@ class LLMEngine:
 
     def end_step(self, plan: SchedulerOutput, result: StepResult) -> list[Request]:
         """Record what the runner computed; return the requests that got a token or failed."""
-        now = self.clock.now()
+        self.stats.count_step(plan, self.config, self.scheduler.allocator)
         live = [e.request for e in plan.scheduled if e.request.finish_reason is None]
+        update = functools.partial(self.scheduler.update, plan, result.token_ids)
+        return self.record(live, result, update)
+
+    def record(
+        self, live: list[Request], result: StepResult, update: Callable[[float], object]
+    ) -> list[Request]:
+        """End those that failed and take them out of `live`; update(now) gives the others their
+        tokens. Return the requests that got a token or failed."""
+        now = self.clock.now()
         self.outputs.mark(live)
-        allocator = self.scheduler.allocator
-        num_blocks_in_use = allocator.num_blocks - allocator.num_free_blocks
         failed = [r for r in live if r.request_id in result.errors] if result.errors else []
         for request in failed:
             live.remove(request)
             self.outputs.streams[request.request_id].error = result.errors[request.request_id]
             self.scheduler.finish(request, "error", now)
-        self.scheduler.update(plan, result.token_ids, now)
+        update(now)
         counts = [self._take_tokens(request, result, now) for request in live]
-        self.stats.count_step(plan, self.config, num_blocks_in_use)
         self.stats.count_output(counts)
-        if 0 in counts:  # a chunk of a prompt gives no token
-            live = [r for r, num_new in zip(live, counts, strict=True) if num_new > 0]
-        return failed + live
+        return failed + list(itertools.compress(live, counts))  # a prompt's chunk gives none
 
     def _take_tokens(self, request: Request, result: StepResult, now: float) -> int:
         """Add a request's new tokens to its output; return how many it keeps. A stop string

@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nanobatch.config import EngineConfig
+from nanobatch.detokenizer import Tokenizer
 from nanobatch.engine import LLMEngine
 from nanobatch.kernels.kv_cache import choose_kind
 from nanobatch.model_runner import ModelRunner
@@ -81,9 +82,7 @@ class LLM:
             draft = load_model(config.draft_model, config).model
         runner = build_runner(loaded.model, config, draft, ranks)
         self.tokenizer, self._sampling = loaded.tokenizer, loaded.sampling
-        self.engine = LLMEngine(
-            runner.config, runner, tokenizer=self.tokenizer, clock=runner.clock
-        )
+        self.engine = build_engine(runner, tokenizer=self.tokenizer)
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id
         logger.info("%r, attention_backend=%r", self, runner.backend)
 
@@ -285,6 +284,24 @@ def build_runner(
     with ranks.together():
         runner = _extended(make(config))
     return parallel.ParallelRunner(runner, ranks)
+
+
+def build_engine(
+    runner: ModelRunner,
+    config: EngineConfig | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> LLMEngine:
+    """An engine around a runner, and on its clock: one that plans ahead where that can be.
+
+    Args:
+        config: in place of the runner's; it fits into the runner's cache.
+        tokenizer: as for LLMEngine.
+    """
+    make, config = LLMEngine, runner.config if config is None else config
+    if runner.can_overlap and config.async_scheduling and has_extension("async_scheduling"):
+        make = load_extension("async_scheduling", "async_scheduling is True").AsyncEngine
+    return make(config, runner, tokenizer=tokenizer, clock=runner.clock)
 
 
 def _extended(runner: ModelRunner) -> ModelRunner:

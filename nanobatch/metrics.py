@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nanobatch.block_allocator import BlockAllocator
 from nanobatch.config import EngineConfig
 from nanobatch.plan import SchedulerOutput
 from nanobatch.request import RequestMetrics
@@ -184,9 +185,9 @@ class EngineStats:
     num_accepted_tokens: int = 0
 
     def count_step(
-        self, plan: SchedulerOutput, config: EngineConfig, num_blocks_in_use: int
+        self, plan: SchedulerOutput, config: EngineConfig, pool: BlockAllocator
     ) -> None:
-        """Count a plan that was computed."""
+        """Count a plan that was computed; the pool is as it was then."""
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.num_rows += len(plan.scheduled)
@@ -194,8 +195,8 @@ class EngineStats:
         self.num_swapped_blocks += len(plan.swap_out) + len(plan.swap_in)
         self.num_slots += config.max_num_seqs
         self.num_budget_tokens += config.max_num_batched_tokens
-        self.num_blocks_in_use += num_blocks_in_use
-        self.num_pool_blocks += config.num_blocks
+        self.num_blocks_in_use += pool.num_blocks - pool.num_free_blocks
+        self.num_pool_blocks += pool.num_blocks
         self.num_draft_tokens += sum(len(entry.draft_token_ids) for entry in plan.scheduled)
 
     def count_output(self, counts: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ the number of blocks. Everything else that runs a model is an extension, put aro
 by llm.build_runner:
 
     drafts             extensions/speculative_runner.py   a subclass: another `step`
+    the host ahead     extensions/async_scheduling.py     calls `launch`, and waits later
     CUDA graphs        extensions/cuda_graphs.py          a faster `compute`
     swapped blocks     extensions/host_cache.py           copies `before_step`
     several processes  extensions/tensor_parallel.py      a runner around this one
@@ -26,17 +27,19 @@ import torch
 from torch import Tensor
 
 from nanobatch.attention import PagedAttend, choose_backend
-from nanobatch.batch import Batch, Row, pack, row_of
+from nanobatch.batch import Batch, Row, fill_in, pack, row_of
 from nanobatch.config import EngineConfig
 from nanobatch.kernels.kv_cache import choose_layout
 from nanobatch.kernels.warm_up import blocks_beside, run_all
 from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
-from nanobatch.plan import ScheduledRequest, SchedulerOutput, StepResult
-from nanobatch.sampler import Sampled, SamplingRow, sample
+from nanobatch.plan import Launched, ScheduledRequest, SchedulerOutput, StepResult
+from nanobatch.sampler import begin_sample
+from nanobatch.sampling_row import SamplingRow
 from nanobatch.utils.cache_size import blocks_on_cpu
 from nanobatch.utils.clock import WallClock
 from nanobatch.utils.device import check_dtype, measure_step
+from nanobatch.utils.transfer import HostCopy
 
 
 class ModelRunner:
@@ -49,7 +52,8 @@ class ModelRunner:
         reserve: tells the bytes of GPU memory that extensions will take.
 
     Attributes:
-        compute: rows to logits; an extension may put a faster function here.
+        compute: rows to logits, as compute_eagerly; an extension may put a faster one here.
+        can_overlap: whether launch() returns before the device is done.
         before_step: called with each plan before it is computed.
 
     Raises:
@@ -82,10 +86,12 @@ class ModelRunner:
         self.backend = self.layout.kind.backend_for(ops)
         for decoder in self.decoders():
             decoder.set_ops(self.backend)
-        # torch's paged attention reads lengths on the CPU, which a captured step cannot.
-        self.can_capture = config.cuda_graphs and self.on_cuda and self.backend.name == "triton"
+        # torch's paged attention reads lengths on the CPU: it waits, and cannot be captured.
+        is_async = self.on_cuda and self.backend.name == "triton"
+        self.can_capture = config.cuda_graphs and is_async
+        self.can_overlap = config.async_scheduling and is_async
         self.config = settle_max_model_len(config, model.config)
-        self.compute: Callable[[Sequence[Row]], Tensor] = self.compute_eagerly
+        self.compute: Callable[[Sequence[Row], Tensor | None], Tensor] = self.compute_eagerly
         self.before_step: list[Callable[[SchedulerOutput], None]] = []
         self._reserve = reserve
         self.caches = self.layout.allocate("num_blocks", config.num_blocks or 1, self.device)
@@ -102,27 +108,37 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------ each step
 
-    @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute a plan: cache keys and values, sample where a last token was computed."""
+        return self.launch(plan).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: SchedulerOutput, previous: Launched | None = None) -> Launched:
+        """Give the device a plan. On a GPU this waits for nothing but blocks swapped out.
+        previous: the step before, whose tokens the placeholders in the plan stand for."""
         for prepare in self.before_step:
             prepare(plan)
-        return self.step(plan.scheduled)
+        return self.step(plan.scheduled, None if previous is None else previous.tokens_S)
 
-    def step(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
-        """run(), after the calls in before_step."""
-        logits_SV = self.compute([row_of(s) for s in scheduled])
-        sampling = [s.request for s in scheduled if s.samples]
-        result = StepResult({}, {}, {})
-        if sampling:
-            sampled = sample(logits_SV, [SamplingRow.of(r) for r in sampling], self.backend)
-            for request, token in zip(sampling, sampled, strict=True):
-                add_tokens(result, request.request_id, [token])
-        return result
+    def step(
+        self, entries: Sequence[ScheduledRequest], previous_S: Tensor | None = None
+    ) -> Launched:
+        """launch(), after the calls in before_step."""
+        logits_SV = self.compute([row_of(s) for s in entries], previous_S)
+        sampling = [s.request for s in entries if s.samples]
+        if not sampling:
+            end = HostCopy(logits_SV.new_empty(0))
+            return Launched(lambda: StepResult.of([], end.tolist()))
+        draws = begin_sample(logits_SV, [SamplingRow.of(r) for r in sampling], self.backend)
+        return Launched(lambda: StepResult.of(sampling, zip(draws.read())), draws.tokens_S)
 
-    def compute_eagerly(self, rows: Sequence[Row]) -> Tensor:
-        """The logits that the rows ask for, float32 [S, V]. Keys and values are cached."""
-        return self.forward(pack(rows, self.config.block_size, self.device))
+    def compute_eagerly(self, rows: Sequence[Row], previous_S: Tensor | None = None) -> Tensor:
+        """The logits that the rows ask for, float32 [S, V]. Keys and values are cached.
+        previous_S: on the device, tokens in place of placeholders (batch.fill_in)."""
+        batch = pack(rows, self.config.block_size, self.device)
+        if previous_S is not None:
+            fill_in(batch.token_ids_T, previous_S)
+        return self.forward(batch)
 
     def forward(self, batch: Batch) -> Tensor:
         """The logits of a batch that is packed already, on the device."""
@@ -147,13 +163,3 @@ class ModelRunner:
             return blocks_on_cpu(config.max_num_seqs, longest, block_size, size)
         memory = measure_step(self.warm_up, self.device)
         return blocks_beside(memory, self._reserve(self), size, config)
-
-
-def add_tokens(result: StepResult, request_id: str, sampled: Sequence[Sampled]) -> None:
-    """Put a request's samples into the result: its tokens, or its error."""
-    if sampled[0].error is not None:
-        result.errors[request_id] = sampled[0].error
-        return
-    result.token_ids[request_id] = [token.token_id for token in sampled]
-    if sampled[0].logprobs is not None:
-        result.logprobs[request_id] = [token.logprobs for token in sampled]

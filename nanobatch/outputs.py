@@ -95,6 +95,15 @@ class OutputStream:
         return output
 
 
+Mark = tuple[OutputStream, int]  # and how many output tokens of it are known
+
+
+def _known(streams: Sequence[OutputStream]) -> list[Mark]:
+    requests = [stream.request for stream in streams]
+    counts = [len(r.output_token_ids) - r.has_placeholder for r in requests]
+    return list(zip(streams, counts, strict=True))
+
+
 class Outputs:
     """The streams of an engine's requests, and the outputs that are ready."""
 
@@ -102,7 +111,7 @@ class Outputs:
         self.streams: dict[str, OutputStream] = {}
         self.groups: dict[str, dict[str, None]] = {}
         self.ready: deque[RequestOutput] = deque()
-        self.marked: list[tuple[OutputStream, int]] = []  # and tokens before they changed
+        self.marked: list[Mark] = []  # before they changed
 
     def add(self, stream: OutputStream) -> None:
         """A request was enqueued."""
@@ -113,8 +122,12 @@ class Outputs:
 
     def mark(self, requests: Sequence[Request]) -> None:
         """These change next. Until their outputs are ready, that may have to be taken back."""
-        streams = [self.streams[request.request_id] for request in requests]
-        self.marked = [(stream, len(stream.request.output_token_ids)) for stream in streams]
+        self.marked = _known([self.streams[request.request_id] for request in requests])
+
+    def in_doubt(self) -> list[Mark]:
+        """What to take back after an exception: what is marked, and all placeholders."""
+        streams = self.streams.values()
+        return self.marked + _known([s for s in streams if s.request.has_placeholder])
 
     def take(self, request: Request) -> RequestOutput:
         """A request's output so far. A finished request is forgotten by this call."""

@@ -3,6 +3,7 @@
     SchedulerOutput    the step: its entries, preempted requests, blocks to copy
     ScheduledRequest   one entry: a request, and how many of its tokens are computed
     StepResult         what the runner gives back: tokens, log-probabilities, errors
+    Launched           a step that a device has been given, and that can be waited for
     StepHook           what an extension may add to a step
 
 Always holds: between schedule() and update() a request's num_computed_tokens counts what
@@ -13,7 +14,7 @@ Source: the names are those of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,6 +86,32 @@ class StepResult:
     token_ids: Mapping[str, Sequence[int]]
     logprobs: Mapping[str, Sequence[dict[int, float]]] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], samples: Iterable[Sequence]) -> StepResult:
+        """From each request's samples (sampler.Sampled), at least one: tokens, or an error."""
+        result = cls({}, {}, {})
+        for request, sampled in zip(requests, samples, strict=True):
+            request_id = request.request_id
+            if sampled[0].error is not None:
+                result.errors[request_id] = sampled[0].error
+                continue
+            result.token_ids[request_id] = [token.token_id for token in sampled]
+            if sampled[0].logprobs is not None:
+                result.logprobs[request_id] = [token.logprobs for token in sampled]
+        return result
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that a device has been given.
+
+    wait: its result, when it is done; it does not wait for steps that were launched later.
+    tokens_S: what it samples, a tensor int64 [S] on the device, by row; None: nothing.
+    """
+
+    wait: Callable[[], StepResult]
+    tokens_S: object | None = None
 
 
 class Runner(Protocol):

@@ -33,14 +33,14 @@ def recovering(
     """If something is raised within, let all requests of `outputs` begin anew, and raise it.
 
     Args:
-        outputs: what is marked within is taken back.
+        outputs: what is marked within is taken back, and every placeholder.
         ended: requests that end by it, with "abort".
     """
     outputs.marked = []  # of what is done already
     try:
         yield
     except BaseException:
-        for stream, num_tokens in outputs.marked:
+        for stream, num_tokens in outputs.in_doubt():
             stream.rewind(num_tokens)
             outputs.add(stream)
         for request in ended:

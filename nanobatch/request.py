@@ -12,9 +12,12 @@ cache. The difference is the work to do:
     num_computed_tokens     ^  ^  ^  ^  ^    ^            num_computed_tokens = 6
     to compute                                  ^         1 left: a "decode"
 
-Always holds: token_ids is prompt_token_ids + output_token_ids; num_computed_tokens never
-exceeds num_tokens; when a step is planned, block_table has room for exactly the computed
-tokens, rounded up to blocks.
+A negative token id is a placeholder: the token is being computed, and the host does not know it
+yet (extensions/async_scheduling.py).
+
+Always holds: token_ids is prompt_token_ids + output_token_ids; only the last may be a
+placeholder; num_computed_tokens never exceeds num_tokens; when a step is planned, block_table
+has room for exactly the computed tokens, rounded up to blocks.
 
 Taught in notebooks/03_iteration_level_scheduling.ipynb. Source: Orca (Yu et al., OSDI 2022);
 the names are vLLM's.
@@ -108,10 +111,12 @@ class SamplingParams:
 
 
 class RequestStatus(enum.Enum):
-    """Waiting, running, waiting with its blocks in host memory, or ended."""
+    """Waiting, running, running with its last token as a placeholder, waiting with its blocks
+    in host memory, or ended."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    ENDING = "ending"
     SWAPPED = "swapped"
     FINISHED = "finished"
 
@@ -232,6 +237,11 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def has_placeholder(self) -> bool:
+        """Whether its last token is being computed."""
+        return self.token_ids[-1] < 0
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache had when the request was first admitted."""
         return self.metrics.num_cached_tokens
@@ -258,15 +268,25 @@ class Request:
     def append_token(self, token_id: int) -> str | None:
         """Record one sampled token; return why the request ends with it, or None.
 
-        A stop token is recorded, and "stop" wins over "length".
+        A stop token is recorded, and "stop" wins over "length". With a placeholder nothing ends
+        yet; after that for max_tokens nothing more is computed.
         """
         self.output_token_ids.append(token_id)
         self.token_ids.append(token_id)
         num_output = len(self.output_token_ids)
+        if token_id < 0:
+            if num_output >= self.max_tokens:
+                self.status = RequestStatus.ENDING
+            return None
         self.metrics.num_output_tokens = num_output
         if token_id in self.stop_token_ids and num_output > self.params.min_tokens:
             return "stop"
         return "length" if num_output >= self.max_tokens else None
+
+    def drop_placeholder(self) -> None:
+        """Drop the placeholder, if there is one: the token is known, or will never be."""
+        if self.has_placeholder:
+            del self.output_token_ids[-1], self.token_ids[-1]
 
     def drop_tokens(self, num_tokens: int) -> None:
         """Drop the last num_tokens of the output: accepted drafts after a stop string."""

@@ -54,7 +54,7 @@ from nanobatch.policies.static_batch import make_batching
 from nanobatch.request import Request, RequestStatus, check_request_id
 from nanobatch.utils.arithmetic import cdiv
 
-RUNNING = RequestStatus.RUNNING
+RUNNING, ENDING = RequestStatus.RUNNING, RequestStatus.ENDING
 
 
 class Scheduler:
@@ -136,7 +136,8 @@ class Scheduler:
 
     def finish(self, request: Request, reason: str, now: float | None = None) -> None:
         """End a live request for a reason: take it off its queue and free its blocks."""
-        is_running = request.status is RUNNING
+        is_running = request.status in (RUNNING, ENDING)
+        request.drop_placeholder()
         del self._live[request.request_id]
         self.preemption.release(request)
         request.status = RequestStatus.FINISHED
@@ -292,7 +293,7 @@ class Scheduler:
     # ------------------------------------------------------------------- record the results
 
     def update(
-        self, plan: SchedulerOutput, token_ids: Mapping[str, Sequence[int]], now: float
+        self, plan: SchedulerOutput, token_ids: Mapping[str, Sequence[int]], now: float | None
     ) -> list[Request]:
         """Record what the step computed; return the requests that finished by it.
 
@@ -300,7 +301,7 @@ class Scheduler:
             plan: what schedule() returned.
             token_ids: the sampled tokens by request id, for the entries that sample; tokens
                 after a stop are dropped.
-            now: seconds; becomes the time of these tokens.
+            now: seconds; becomes the time of these tokens. None: they are placeholders.
 
         Raises:
             ValueError: an entry that samples has no token; nothing was changed.
@@ -325,7 +326,7 @@ class Scheduler:
         return finished
 
     def _advance(
-        self, entry: ScheduledRequest, token_ids: Mapping[str, Sequence[int]], now: float
+        self, entry: ScheduledRequest, token_ids: Mapping[str, Sequence[int]], now: float | None
     ) -> str | None:
         """Append its sampled tokens, count the computed ones; return why it ends, or None."""
         request, block_size = entry.request, self.config.block_size

@@ -103,6 +103,14 @@ MUTATIONS = {
     "minus-one-is-the-last-block": Mutation("kernels/kv_cache.py", "        if not is_real_T.all():", "        if False:", "tests/test_attention.py"),
     "window-off-by-one": Mutation("attention_masks.py", "key_pos > query_pos - sliding_window", "key_pos >= query_pos - sliding_window", "tests/test_attention.py"),
     "tail-not-zeroed": Mutation("kernels/gather.py", "            x.view(-1, D).index_fill_(0, self.tail, 0)\n", "", "tests/test_attention.py"),
+    "a-placeholder-may-be-the-last": Mutation("request.py", "            if num_output >= self.max_tokens:\n                self.status = RequestStatus.ENDING\n", "", "tests/extensions/test_async_scheduling.py"),
+    "penalties-of-placeholders": Mutation("extensions/async_scheduling.py", "        if self._in_flight is not None and _needs_tokens(self._in_flight):\n            self._record_step()\n", "", "tests/extensions/test_async_scheduling.py"),
+    "tokens-of-those-that-ended": Mutation("extensions/async_scheduling.py", "if r.token_ids[-1] == -1 - i]", "]", "tests/extensions/test_async_scheduling.py"),
+    "recovered-with-placeholders": Mutation("outputs.py", "self.marked + _known([s for s in streams if s.request.has_placeholder])", "self.marked", "tests/extensions/test_async_scheduling.py"),
+    "an-abort-waits-for-a-token": Mutation("scheduler.py", "        request.drop_placeholder()\n", "", "tests/extensions/test_async_scheduling.py"),
+    "the-first-token-is-early": Mutation("extensions/async_scheduling.py", "self.scheduler.update(plan, placeholders, None)", "self.scheduler.update(plan, placeholders, self.clock.now())", "tests/extensions/test_async_scheduling.py"),
+    "a-batch-waits-for-the-gpu": Mutation("batch.py", ".to(device, non_blocking=True)", ".to(device)", "tests/test_cuda_paths.py"),
+    "a-row-takes-another-s-token": Mutation("batch.py", "which_T = (-1 - token_ids_T)", "which_T = (-2 - token_ids_T)", "tests/extensions/test_decode_graphs.py"),
     "padding-row-writes": Mutation("extensions/cuda_graphs.py", "(0, num_pads), value=PADDING_SLOT)", "(0, num_pads))", "tests/extensions/test_decode_graphs.py"),
     # ---- several engines
     "router-sees-the-future": Mutation("simulation/replica.py", "            if self.clock.now() > until:\n                return\n", "", "tests/simulation/test_replicas.py"),
@@ -291,7 +299,7 @@ MUTATIONS = {
     # ---- graphs, cache
     "no-graph-of-the-largest-batch": Mutation("extensions/cuda_graphs.py", "*range(8, max_num_seqs, 8), max_num_seqs}", "*range(8, max_num_seqs, 8)}", "tests/extensions/test_decode_graphs.py"),
     "pads-have-a-key": Mutation("extensions/cuda_graphs.py", "seq_lens_S=F.pad(batch.seq_lens_S, (0, num_pads))", "seq_lens_S=F.pad(batch.seq_lens_S, (0, num_pads), value=1)", "tests/extensions/test_decode_graphs.py"),
-    "logits-of-chunks-too": Mutation("extensions/cuda_graphs.py", "return logits_SV if len(sampling) == len(rows) else logits_SV[sampling]", "return logits_SV", "tests/extensions/test_decode_graphs.py"),
+    "logits-of-chunks-too": Mutation("extensions/cuda_graphs.py", "if len(sampling) == len(rows):", "if rows:", "tests/extensions/test_decode_graphs.py"),
     "scales-of-keys-for-values": Mutation("extensions/quantized_cache.py", "(self.values, self.v_scales, v_TKD)", "(self.values, self.k_scales, v_TKD)", "tests/extensions/test_kv_cache.py"),
     "fp8-on-any-gpu": Mutation("extensions/quantized_cache.py", "if capability < FP8_CAPABILITY:", "if False:", "tests/extensions/test_kv_cache.py"),
     "columns-by-rows": Mutation("extensions/ranks.py", "parts.transpose(0, 1).flatten(1)", "parts.flatten(1)", "tests/extensions/test_tensor_parallel.py"),

@@ -30,18 +30,19 @@ import bench
 from nanobatch import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import Row, pack
 from nanobatch.bench.static_batching import run_static_batch
+from nanobatch.extensions.async_scheduling import AsyncEngine
 from nanobatch.extensions.cuda_graphs import DecodeGraphs
 from nanobatch.extensions.ranks import Ranks
 from nanobatch.extensions.rejection_sampling import DraftedRow, Proposal, draw_tokens
 from nanobatch.extensions.tensor_parallel import Shard
-from nanobatch.llm import build_runner, load_model
+from nanobatch.llm import build_engine, build_runner, load_model
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import bytes_per_block
 from nanobatch.models.decoder import LMHead
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.models.rope import Rope
 from nanobatch.models.variants import make_decoder
-from nanobatch.sampler import Sampled, begin_sample
+from nanobatch.sampler import Draws, Sampled, begin_sample
 from nanobatch.utils import device as device_module
 from nanobatch.utils.cache_size import GIB
 from nanobatch.utils.device import GpuMemory, cache_bytes, resolve_device, resolve_dtype
@@ -228,7 +229,8 @@ class NoWaiting(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
         if len({tensor.is_cuda for tensor in tensors}) > 1:
             flags = [a for a in (*args, *(kwargs or {}).values()) if a is True]
-            assert "copy" in str(function) and flags, f"{function} waits for the GPU"
+            is_copy = "copy" in str(function) or str(function).startswith("aten.to.")
+            assert is_copy and flags, f"{function} waits for the GPU"
         check_no_row_is_sorted(function, args)
         return out
 
@@ -467,7 +469,7 @@ def test_the_pool_of_an_8b_model_on_a_24_gb_card(card_of_24_gb, cuda_graphs, mon
     monkeypatch.setattr(
         LMHead, "forward", lambda self, x: torch.nn.functional.linear(x, self.weight).float()
     )
-    monkeypatch.setattr("nanobatch.model_runner.sample", sample_zeros)
+    monkeypatch.setattr("nanobatch.model_runner.begin_sample", begin_zeros)
     assert LOGITS_STEP < LAYERS_STEP
     wanted = 0.9 * 24 * GIB - GIB // 2 - WEIGHTS - LAYERS_STEP - cuda_graphs * GRAPHS
     small_tensors = 8 * 2**20  # angles, block tables, numbers of tokens
@@ -758,7 +760,7 @@ def test_serving_launches_nothing_that_was_not_launched_before(
     """Nothing is compiled in a step: mixed batches, chunks, splits, drafts, padded graphs."""
     few_sms = SimpleNamespace(**vars(H200) | {"multi_processor_count": 8})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few_sms)
-    monkeypatch.setattr("nanobatch.model_runner.sample", sample_zeros)
+    monkeypatch.setattr("nanobatch.model_runner.begin_sample", begin_zeros)
     monkeypatch.setattr("nanobatch.extensions.speculative_runner.sample", sample_zeros)
     monkeypatch.setattr("nanobatch.extensions.rejection_sampling.sample", sample_zeros)
     monkeypatch.setitem(MODEL_PRESETS, "windows", WINDOWS)
@@ -785,6 +787,10 @@ def sample_zeros(logits_SV, rows, ops=None, draw=None):
     return [Sampled(0)] * len(rows)
 
 
+def begin_zeros(logits_SV, rows, ops):
+    return Draws(None, lambda: sample_zeros(logits_SV, rows))
+
+
 @pytest.mark.parametrize("kernel", ["paged_attention_kernel", "rms_norm_kernel"])
 @pytest.mark.parametrize("num_blocks", [None, 9])
 def test_a_kernel_that_does_not_fit_is_refused_at_the_start(
@@ -805,6 +811,66 @@ def test_a_kernel_that_does_not_fit_is_refused_at_the_start(
     )
     with FakeTensorMode(), pytest.raises(ValueError, match=message):
         ModelRunner(fake_decoder(), EngineConfig(max_num_seqs=8, num_blocks=num_blocks))
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_step_is_launched_without_waiting_for_the_one_before(
+    cuda_graphs, launches, numbers_are_zero, no_capture, monkeypatch
+):
+    """Prefill, chunks, decodes, and every kind of sampling that needs no tokens on the host."""
+    events = []
+
+    def event():
+        name = sum("record" in event for event in events)
+        return SimpleNamespace(
+            record=lambda: events.append(f"record {name}"),
+            synchronize=lambda: events.append(f"wait {name}"),
+        )
+
+    config = EngineConfig(
+        num_blocks=40, max_num_seqs=4, max_num_batched_tokens=4, cuda_graphs=cuda_graphs
+    )
+    names = ["greedy", "plain", "cut", "logprobs"]
+    with FakeTensorMode():
+        runner = build_runner(fake_decoder(), config)
+        engine = build_engine(runner)
+        monkeypatch.setattr(torch.cuda, "Event", event)
+        launch = runner.launch
+
+        def watched(plan, previous):
+            events.append("launch")
+            with NoWaiting():
+                return launch(plan, previous)
+
+        monkeypatch.setattr(runner, "launch", watched)
+        for i, name in enumerate(names):
+            params = dataclasses.replace(SAMPLING_KINDS[name], max_tokens=14 + i)
+            engine.add_request([1] * (5 + i), params)
+        last = {}
+        while engine.has_unfinished():
+            last |= {out.request_id: out for out in engine.step()}
+    assert [len(last[str(i)].token_ids) for i in range(4)] == [14, 15, 16, 17]
+    num_steps = events.count("launch")
+    assert num_steps > 7 and events[:2] == ["launch", "record 0"]
+    in_turn = [("launch", f"record {i}", f"wait {i - 1}") for i in range(1, num_steps)]
+    assert events[2:-1] == [event for step in in_turn for event in step]
+    assert events[-1] == f"wait {num_steps - 1}"
+
+
+@pytest.mark.parametrize(
+    "knobs, is_ahead",
+    [
+        ({}, True),
+        ({"preemption": "swap"}, True),
+        ({"async_scheduling": False}, False),
+        ({"speculative": "ngram"}, False),
+    ],
+)
+def test_where_a_step_is_launched_ahead(knobs, is_ahead, launches, numbers_are_zero):
+    config = EngineConfig(num_blocks=40, max_num_seqs=2, cuda_graphs=False, **knobs)
+    with FakeTensorMode():
+        engine = build_engine(build_runner(fake_decoder(), config))
+    assert isinstance(engine, AsyncEngine) == is_ahead
 
 
 def test_static_batches_on_a_gpu_mix_no_devices(launches, numbers_are_zero):

@@ -412,6 +412,9 @@ class Poison:
         self.full = set()
 
     def run(self, plan):
+        return self.launch(plan, None).wait()
+
+    def launch(self, plan, previous):
         config = self.runner.config
         is_free_NP = torch.ones(config.num_blocks, config.block_size, dtype=torch.bool)
         for request in self.scheduler.running:
@@ -427,11 +430,11 @@ class Poison:
         for k_cache_NKPD, v_cache_NKPD in (cache.parts for cache in self.runner.caches):
             k_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
             v_cache_NKPD.masked_fill_(is_free_N1P1, NAN)
-        result = self.runner.run(plan)
+        launched = self.runner.launch(plan, previous)
         for row in plan.scheduled:  # full now; it may be preempted before it runs again
             num_full = (row.request.num_computed_tokens + row.num_tokens) // config.block_size
             self.full.update(row.request.block_table[:num_full])
-        return result
+        return launched
 
 
 @pytest.mark.parametrize("caching", [True, False])

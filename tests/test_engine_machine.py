@@ -25,9 +25,11 @@ from test_engine import TOKENIZER, Poison, Watch, dense_attend
 from nanobatch import EngineConfig, LLMEngine, RequestStatus, SamplingParams
 from nanobatch.bench.fuzz import choose, make_noise
 from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS
+from nanobatch.extensions.async_scheduling import AsyncEngine
 from nanobatch.llm import build_runner
 from nanobatch.models.config import ModelConfig
 from nanobatch.models.loader import make_dummy
+from nanobatch.plan import Launched
 from nanobatch.sampler import SamplingRow
 from nanobatch.simulation.replica import VirtualClock
 from nanobatch.utils.arithmetic import cdiv
@@ -96,15 +98,22 @@ class Alone:
 
 
 class Faulty:
-    """A runner that fails when it is told to, and looks at the plans (invariants 7 to 9)."""
+    """A runner that fails when it is told to, and looks at the plans (invariants 7 to 9).
+
+    A step may fail before it computes or after, or one of its rows that sample.
+    """
 
     def __init__(self, runner):
         self.runner = runner
         self.vocab_size, self.eos_token_ids = runner.vocab_size, runner.eos_token_ids
         self.scheduler = None
         self.fails = None  # in the next step: "before", "after", or the number of a row
+        self.failed = []  # requests of rows that failed
 
     def run(self, plan):
+        return self.launch(plan, None).wait()
+
+    def launch(self, plan, previous):
         config, served = self.scheduler.config, [row.request for row in plan.scheduled]
         total = sum(row.num_tokens for row in plan.scheduled)
         assert 0 < total == plan.num_tokens <= config.max_num_batched_tokens, "7"
@@ -115,13 +124,20 @@ class Faulty:
         fails, self.fails = self.fails, None
         if fails == "before":
             raise RuntimeError("the step failed")
-        result = self.runner.run(plan)
+        sampling = [row.request for row in plan.scheduled if row.samples]
+        launched = self.runner.launch(plan, previous)
+        return Launched(lambda: self.wait(launched, sampling, fails), launched.tokens_S)
+
+    def wait(self, launched, sampling, fails):
+        result = launched.wait()
         if fails == "after":
             raise RuntimeError("the step failed")
-        if fails is not None:
-            failed = served[fails % len(served)].request_id
-            result.errors[failed] = "the row failed"
-            result.token_ids.pop(failed, None)
+        if fails is not None and sampling:
+            failed = sampling[fails % len(sampling)]
+            result.errors[failed.request_id] = "the row failed"
+            result.token_ids.pop(failed.request_id, None)
+            if not failed.is_finished:
+                self.failed.append(failed)
         return result
 
 
@@ -132,7 +148,9 @@ def configs(draw):
     chunks = draw(st.booleans())
     budget = draw(st.integers(slots, 20)) if chunks else LONGEST
     largest = cdiv(LONGEST, block_size)
+    is_async = draw(st.booleans())
     return EngineConfig(
+        async_scheduling=is_async,
         block_size=block_size,
         num_blocks=draw(st.integers(max(2, largest // 3), largest + 2)),
         num_host_blocks=draw(st.integers(1, largest)),
@@ -145,7 +163,7 @@ def configs(draw):
         enable_chunked_prefill=chunks,
         enable_prefix_caching=draw(st.booleans()),
         preemption=draw(st.sampled_from(PREEMPTIONS)),
-        speculative=draw(st.sampled_from([None, "ngram"])),
+        speculative=None if is_async else draw(st.sampled_from([None, "ngram"])),
         num_speculative_tokens=draw(st.integers(1, 5)),
         prompt_lookup_min=1,
         attention_backend=draw(st.sampled_from(["torch", "auto"])),
@@ -189,9 +207,8 @@ class EngineMachine(RuleBasedStateMachine):
         poison = Poison(runner)
         self.faulty = Faulty(poison)
         self.clock = VirtualClock()
-        self.engine = LLMEngine(
-            runner.config, self.faulty, tokenizer=TOKENIZER, clock=self.clock
-        )
+        make = AsyncEngine if config.async_scheduling else LLMEngine
+        self.engine = make(runner.config, self.faulty, tokenizer=TOKENIZER, clock=self.clock)
         poison.scheduler = self.faulty.scheduler = self.engine.scheduler
         self.watch = Watch(self.engine)
         self.live, self.families = {}, {}
@@ -258,17 +275,29 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(when=st.sampled_from(["before", "after"]))
     def a_step_fails(self, when):
         self.faulty.fails = when
-        with pytest.raises(RuntimeError, match="the step failed"):
-            self.one_step()
+        num_steps = (
+            1 + self.engine.config.async_scheduling
+        )  # launched in one, waited for in two
+        try:
+            for _ in range(num_steps):
+                self.one_step()
+        except RuntimeError as error:
+            assert str(error) == "the step failed"
+        else:
+            assert num_steps == 2 and self.faulty.fails is not None, "nobody heard of it"
+        self.faulty.fails = None
 
     @precondition(lambda self: self.live)
     @rule(row=st.integers(0, 4))
     def a_row_fails(self, row):
-        num_errors = sum(out.finish_reason == "error" for out in self.watch.last.values())
         self.faulty.fails = row
-        self.one_step()
-        errors = [out for out in self.watch.last.values() if out.finish_reason == "error"]
-        assert len(errors) == num_errors + 1, "15"
+        for _ in range(1 + self.engine.config.async_scheduling):
+            self.one_step()
+        self.faulty.fails = None
+        for request in self.faulty.failed:
+            assert self.watch.last[request.request_id].finish_reason == "error", "15"
+            assert request.finish_reason == "error"
+        self.faulty.failed.clear()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -289,7 +318,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self):
-        for _ in range(3 * LONGEST * len(self.live)):  # a token a step, and all of it thrice
+        # A token a step, all of it thrice, and one more if the last one is in flight.
+        for _ in range(3 * LONGEST * len(self.live) + 1):
             if not self.live:
                 break
             self.one_step()

@@ -26,7 +26,14 @@ LAYERS = [
     ("batch", "attention_masks"),
     ("kernels",),
     ("models", "tiny_model"),
-    ("attention", "paged_attention_kernel", "sampler", "sampling_row", "model_runner"),
+    (
+        "attention",
+        "paged_attention_kernel",
+        "sampler",
+        "sampling_row",
+        "launched",
+        "model_runner",
+    ),  # fmt: skip
     ("extensions",),
     ("llm",),
     ("simulation",),
@@ -36,8 +43,9 @@ LAYERS = [
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 LAYER_OF["bench.py"] = len(LAYERS)  # a script, above the package
 # These run where torch is not installed.
-TORCH_FREE = (*CONTROL_PLANE, "policies", "simulation", "extensions.speculative",
-              "extensions.swap", "extensions.parallel_sampling")  # fmt: skip
+TORCH_FREE = (*CONTROL_PLANE, "policies", "simulation", "extensions.async_scheduling",
+              "extensions.speculative", "extensions.swap",
+              "extensions.parallel_sampling")  # fmt: skip
 LARGE = {"torch", "numpy", "triton", "transformers"}
 # These import modules whose names they are given.
 IMPORT_BY_NAME = {"", "utils.extensions", "bench.cli", "check", "viz.__main__"}

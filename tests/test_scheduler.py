@@ -920,6 +920,7 @@ BAD_ENGINE_CONFIG = {
     "prompt_lookup_min": [*NOT_INTS, None, 0, -1],
     "attention_backend": [*NOT_NAMES, None],
     "cuda_graphs": NOT_BOOLS,
+    "async_scheduling": NOT_BOOLS,
     "device": [*NOT_NAMES, None],
     "dtype": [*NOT_NAMES, None],
     "kv_cache_dtype": [*NOT_NAMES, None],

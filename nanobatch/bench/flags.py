@@ -70,6 +70,7 @@ FLAGS = {
     "attention_backend": {"choices": ATTENTION_BACKENDS},
     "kv_cache_dtype": {"choices": KV_CACHE_DTYPES, "help": "int8, fp8: in 8 bits"},
     "enforce_eager": {"action": "store_true", "help": "no CUDA graphs"},
+    "no_async_scheduling": {"action": "store_true", "help": "plan a step after the one before"},
     "no_enable_prefix_caching": {
         "action": "store_true",
         "help": "no prefix cache in any system",
@@ -167,6 +168,7 @@ def check_device(args: Namespace) -> None:
 
     if resolve_device(args.device).type == "cpu":
         refuse(args, ("enforce_eager",), "on a CPU, which has no CUDA graphs")
+        refuse(args, ("no_async_scheduling",), "on a CPU, where a step is never planned ahead")
 
 
 # --------------------------------------------------------------------------------- engine
@@ -190,6 +192,7 @@ def engine_config(args: Namespace) -> EngineConfig:
     fields = {name: getattr(args, name) for name in names & vars(args).keys()}
     fields["enable_prefix_caching"] = not getattr(args, "no_enable_prefix_caching", False)
     fields["cuda_graphs"] = not getattr(args, "enforce_eager", False)
+    fields["async_scheduling"] = not getattr(args, "no_async_scheduling", False)
     with named_as_flags(args):
         return EngineConfig(**fields)
 

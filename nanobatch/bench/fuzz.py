@@ -32,7 +32,7 @@ from nanobatch.bench.static_batching import PaddedAttend
 from nanobatch.config import ADMISSIONS, BATCHING, POLICIES, PREEMPTIONS, EngineConfig
 from nanobatch.engine import LLMEngine
 from nanobatch.kernels.ops import HAS_TRITON
-from nanobatch.llm import build_runner
+from nanobatch.llm import build_engine, build_runner
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.loader import load
 from nanobatch.request import RequestOutput, SamplingParams
@@ -162,6 +162,7 @@ class Fuzz:
             "enable_prefix_caching": rng.random() < 0.7,
             "enable_chunked_prefill": rng.random() < 0.7,
             "cuda_graphs": rng.random() < 0.7,
+            "async_scheduling": rng.random() < 0.7,
             "attention_backend": rng.choice(self._backends()),
             "kv_cache_dtype": rng.choice(self._cache_dtypes()),
         }
@@ -220,7 +221,8 @@ class Fuzz:
     ) -> tuple[list[RequestOutput], LLMEngine]:
         runner = build_runner(self.model, config)
         clock = VirtualClock()  # a step takes 1 ms: the same trial is the same everywhere
-        engine = LLMEngine(runner.config, runner, clock=clock)
+        runner.clock = clock
+        engine = build_engine(runner)
         done: dict[str, RequestOutput] = {}
 
         def step() -> None:

@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 MAX_WAIT = 86400.0  # seconds until the last request arrives; each rung waits for it
 SMALL_MODEL = 10_000_000  # parameters; its products are too small to be shared between cores
 MODEL = {"model": "tiny", "dtype": "float32", "device": "auto", "threads": None}
-ENGINE = flags.ENGINE | {"attention_backend": "auto", "enforce_eager": False}
+ENGINE = flags.ENGINE | {
+    "attention_backend": "auto",
+    "enforce_eager": False,
+    "no_async_scheduling": False,
+}
 REPORT = {"repeat": 3, "goodput": None, "save_json": None, "plot": None}
 
 Rung = Callable[[Sequence[WorkItem]], Run]

@@ -16,10 +16,10 @@ from nanobatch.bench.hardware import Hardware
 from nanobatch.bench.static_batching import run_static_batch
 from nanobatch.bench.workload import WorkItem
 from nanobatch.config import EngineConfig
-from nanobatch.engine import LLMEngine
+from nanobatch.llm import build_engine
 from nanobatch.metrics import InterTokenLatencies, duration_of, summarize
 from nanobatch.model_runner import ModelRunner
-from nanobatch.plan import SchedulerOutput, StepResult
+from nanobatch.plan import Launched, SchedulerOutput, StepResult
 from nanobatch.request import RequestMetrics, SamplingParams
 from nanobatch.simulation.roofline import Work, step_work
 
@@ -62,12 +62,22 @@ class WatchedRunner:
     runner: ModelRunner
     work: list[Work] = field(default_factory=list)
 
+    def __post_init__(self):
+        self.can_overlap, self.clock = self.runner.can_overlap, self.runner.clock
+
     def run(self, plan: SchedulerOutput) -> StepResult:
+        self._note(plan)
+        return self.runner.run(plan)
+
+    def launch(self, plan: SchedulerOutput, previous: Launched | None) -> Launched:
+        self._note(plan)
+        return self.runner.launch(plan, previous)
+
+    def _note(self, plan: SchedulerOutput) -> None:
         rows = [(s.request.num_computed_tokens, s.num_tokens) for s in plan.scheduled]
         num_logits = sum(s.num_logits for s in plan.scheduled)
         sizes = (self.runner.dtype.itemsize, self.runner.layout.dtype.itemsize)
         self.work.append(step_work(self.runner.model.config, rows, num_logits, *sizes))
-        return self.runner.run(plan)
 
 
 def run_static(
@@ -135,7 +145,7 @@ def run_engine(runner: ModelRunner, items: Sequence[WorkItem], config: EngineCon
     """A fresh engine around the runner, which keeps nothing between requests."""
     watched, itl = WatchedRunner(runner), InterTokenLatencies()
     config = replace(config, num_blocks=runner.config.num_blocks)
-    engine = LLMEngine(config, watched, clock=runner.clock)
+    engine = build_engine(watched, config)
     start = engine.clock.now()
     coming, done = list(enumerate(items))[::-1], {}
     while coming or engine.has_unfinished():

@@ -24,8 +24,7 @@ import torch
 
 from nanobatch.bench import flags, report
 from nanobatch.config import SPECULATIONS, EngineConfig
-from nanobatch.engine import LLMEngine
-from nanobatch.llm import build_runner
+from nanobatch.llm import build_engine, build_runner
 from nanobatch.metrics import EngineStats
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.decoder import Decoder
@@ -114,7 +113,7 @@ def _serve(
     runner: ModelRunner, prompt: Sequence[int], num_tokens: int
 ) -> tuple[RequestOutput, EngineStats]:
     """One greedy request through a fresh engine."""
-    engine = LLMEngine(runner.config, runner)
+    engine = build_engine(runner)
     engine.add_request(
         prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     )

@@ -30,10 +30,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nanobatch.batch import PADDING_SLOT, Batch, Row, pack
+from nanobatch.batch import PADDING_SLOT, Batch, Row, fill_in, pack
 from nanobatch.model_runner import ModelRunner
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.utils.device import measure_step
+from nanobatch.utils.transfer import staged, to_device
 
 Step = Callable[[], None]
 MIB = 2**20
@@ -141,13 +142,15 @@ class DecodeGraphs:
         """Let a runner replay its decode steps."""
         runner.compute = cls(runner)
 
-    def __call__(self, rows: Sequence[Row]) -> Tensor:
+    def __call__(self, rows: Sequence[Row], previous_S: Tensor | None = None) -> Tensor:
         """The logits that the rows ask for, float32 [L, V], as runner.compute_eagerly."""
         if any(len(row.token_ids) > 1 for row in rows):
-            return self._runner.compute_eagerly(rows)
-        logits_SV = self.replay(pack(rows, self._runner.config.block_size))
+            return self._runner.compute_eagerly(rows, previous_S)
+        logits_SV = self.replay(pack(rows, self._runner.config.block_size), previous_S)
         sampling = [i for i, row in enumerate(rows) if row.num_logits > 0]
-        return logits_SV if len(sampling) == len(rows) else logits_SV[sampling]
+        if len(sampling) == len(rows):
+            return logits_SV
+        return logits_SV[to_device(sampling, torch.int64, logits_SV.device)]
 
     def _step(self, size: int) -> Step:
         """One step on the first `size` rows of the buffers."""
@@ -172,21 +175,24 @@ class DecodeGraphs:
             derived={"max_query_len": 1},
         )
 
-    def replay(self, batch: Batch) -> Tensor:
+    def replay(self, batch: Batch, previous_S: Tensor | None = None) -> Tensor:
         """Logits of a batch of decodes, float32 [S, V], valid until the next replay.
 
         Args:
             batch: on the CPU, at most max_num_seqs rows of one token.
+            previous_S: on the device, tokens in place of placeholders (batch.fill_in).
         """
         num_rows = len(batch.seq_lens_S)
         size = next(size for size in self.sizes if size >= num_rows)
         padded, buffers = pad_decodes(batch, size), self._buffers
+        device = self._runner.device
         for name in ("token_ids_T", "positions_T", "slot_mapping_T", "seq_lens_S"):
-            getattr(buffers, name)[:size].copy_(getattr(padded, name), non_blocking=True)
-        num_blocks = padded.block_tables_SB.shape[1]
+            part = staged(getattr(padded, name), device)
+            getattr(buffers, name)[:size].copy_(part, non_blocking=True)
+        table_SB = staged(padded.block_tables_SB, device)
         # Columns beyond keep old ids: valid ones, which no sequence reaches.
-        buffers.block_tables_SB[:size, :num_blocks].copy_(
-            padded.block_tables_SB, non_blocking=True
-        )
+        buffers.block_tables_SB[:size, : table_SB.shape[1]].copy_(table_SB, non_blocking=True)
+        if previous_S is not None:
+            fill_in(buffers.token_ids_T[:size], previous_S)
         self._replay[size]()
         return self._logits_SV[:num_rows]

@@ -35,10 +35,10 @@ from nanobatch.extensions.rejection_sampling import (
     drafted_row,
     draw_tokens,
 )
-from nanobatch.model_runner import ModelRunner, add_tokens
+from nanobatch.model_runner import ModelRunner
 from nanobatch.models.config import settle_max_model_len
 from nanobatch.models.decoder import Decoder
-from nanobatch.plan import ScheduledRequest, StepResult
+from nanobatch.plan import Launched, ScheduledRequest, StepResult
 from nanobatch.sampler import Sampled, sample
 from nanobatch.utils.extensions import load_extension
 
@@ -70,26 +70,30 @@ class SpeculativeRunner(ModelRunner):
             settled = settle_max_model_len(config, model.config)
             self._drafting.check_draft_model(model, draft, settled)
         super().__init__(model, config, {*served, "speculative"}, reserve)
+        self.can_overlap = False
 
     def decoders(self) -> list[Decoder]:
         return [self.model] if self.draft is None else [self.model, self.draft]
 
-    def step(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
-        """As ModelRunner.step, with one more token for each draft token that is accepted."""
+    def step(
+        self, scheduled: Sequence[ScheduledRequest], previous_S: Tensor | None = None
+    ) -> Launched:
+        """As ModelRunner.step, with one more token for each draft token that is accepted. It
+        waits for the tokens, since the next drafts follow them."""
         proposals: Proposals = {}
         if self.draft is not None:
             proposals = self._drafting.fill_in_drafts(scheduled, self._draft_logits)
         logits_LV = self.compute([_row(s) for s in scheduled])
         sampling = [s for s in scheduled if s.num_logits > 0]
-        result = StepResult({}, {}, {})
+        samples = []
         if sampling:
             rows = [row for s in sampling for row in _sampling_rows(s, proposals)]
             sampled = iter(sample(logits_LV, rows, self.backend, draw_tokens))
             for s in sampling:
                 after_each = list(itertools.islice(sampled, s.num_logits))
-                accepted = accept(after_each, s.draft_token_ids)
-                add_tokens(result, s.request.request_id, accepted)
-        return result
+                samples.append(accept(after_each, s.draft_token_ids))
+        result = StepResult.of([s.request for s in sampling], samples)
+        return Launched(lambda: result)
 
     def _draft_logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute rows with the draft model and its caches; return logits, float32 [L, V]."""

@@ -178,6 +178,8 @@ class ParallelRunner:
         runner: of this rank's shard. ranks: the processes.
     """
 
+    can_overlap = False  # each step begins with rank 0's tokens of the one before
+
     def __init__(self, runner: ModelRunner, ranks: Ranks):
         self.runner, self.ranks = runner, ranks
         self.clock = SharedClock(ranks, runner.clock)

@@ -1,6 +1,7 @@
 """Numbers on their way between Python and a device, while the device goes on computing.
 
     to_device   Python's numbers become a tensor
+    staged      a tensor on the CPU becomes one that a device may copy
     HostCopy    a tensor becomes Python's numbers: the copy starts at once and is read later
 
 On CUDA both go through pinned memory. A copy from or to any other memory waits until the
@@ -17,12 +18,15 @@ from torch import Tensor
 
 def to_device(numbers: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A list of numbers, or of such lists, as a tensor on a device. Does not wait for it."""
-    tensor = torch.tensor(numbers, dtype=dtype)
+    return staged(torch.tensor(numbers, dtype=dtype), device).to(device, non_blocking=True)
+
+
+def staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU's tensor, or a copy from which the device copies while the host goes on."""
     if device.type == "cpu":
         return tensor
-    pinned = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
-    # torch keeps pinned memory until the copy from it is done.
-    return pinned.copy_(tensor).to(device, non_blocking=True)
+    # torch keeps pinned memory until the copies from it are done.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 class HostCopy:

@@ -66,7 +66,7 @@ def test_each_subcommand_has_only_its_own_flags(capsys):
     }  # fmt: skip
     assert not of["speculative"] & {"--num-prompts", "--policy", "--goodput", "--plot"}
     only_real = {"--model", "--dtype", "--device", "--threads", "--enforce-eager", "--repeat",
-                 "--attention-backend"}  # fmt: skip
+                 "--no-async-scheduling", "--attention-backend"}  # fmt: skip
     only_simulated = {"--compare", "--num-replicas", "--router", "--num-blocks", "--max-tokens"}
     assert only_real <= of["ladder"] and not only_real & of["simulate"]
     assert only_simulated <= of["simulate"] and not only_simulated & of["ladder"]
@@ -117,6 +117,10 @@ def test_help_names_the_subcommands(capsys):
         (f"{SIMULATE} --compare preemption --preemption swap", "--preemption is swap; it"),
         ("speculative ngram --draft-model tiny", "--draft-model is 'tiny'"),
         ("--device cpu --enforce-eager", "--enforce-eager is True; it has no effect on a CPU"),
+        (
+            "--device cpu --no-async-scheduling",
+            "--no-async-scheduling is True; it has no effect",
+        ),
         ("compare --baseline hf --baseline hf", "--baseline names hf twice"),
         ("compare --baseline hf --baseline-python hf=a --baseline-python hf=b", "hf twice"),
         ("--goodput ttft:200 ttft:100", "it has a name twice"),

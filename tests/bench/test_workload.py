@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from nanobatch import EngineConfig, Request, RequestMetrics
+from nanobatch import BlockAllocator, EngineConfig, Request, RequestMetrics
 from nanobatch.bench.passes import Run
 from nanobatch.bench.workload import (
     arrival_times,
@@ -190,8 +190,11 @@ def test_shares_by_hand():
     stats = EngineStats()
     rows = [ScheduledRequest(Request(str(i), [1] * n), n) for i, n in enumerate((5, 1))]
     padding = [Request("p", [1])] * 2
-    stats.count_step(SchedulerOutput(rows, padding=padding, swap_in=[(0, 1)]), config, 7)
-    stats.count_step(SchedulerOutput(rows[:1]), config, 3)
+    pool = BlockAllocator(10, 16)
+    held = pool.allocate(7)
+    stats.count_step(SchedulerOutput(rows, padding=padding, swap_in=[(0, 1)]), config, pool)
+    pool.free(held[3:])
+    stats.count_step(SchedulerOutput(rows[:1]), config, pool)
     assert (stats.num_steps, stats.num_tokens, stats.num_rows) == (2, 11, 3)
     assert stats.utilizations() == {
         "slot_utilization": 3 / 8,

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanobatch import EngineConfig, LLMEngine, SamplingParams
 from nanobatch.batch import PADDING_SLOT, Row, pack
+from nanobatch.extensions.async_scheduling import AsyncEngine
 from nanobatch.extensions.cuda_graphs import DecodeGraphs, graph_sizes, pad_decodes
 from nanobatch.kernels.ops import REFERENCE
 from nanobatch.model_runner import ModelRunner
@@ -218,8 +219,8 @@ def test_an_engine_with_graphs_says_the_same():
     runner, replayed = runner_with_graphs(**knobs, max_model_len=64)
     plain = ModelRunner(tiny(), EngineConfig(dtype="float32", block_size=P, **knobs))
     outputs, preemptions = [], []
-    for one in (runner, plain):
-        engine = LLMEngine(one.config, one)
+    for make, one in ((LLMEngine, runner), (AsyncEngine, runner), (LLMEngine, plain)):
+        engine = make(one.config, one)
         for i in range(8):
             prompt = [256, *(97 + (i * j) % 26 for j in range(1 + 3 * (i % 4)))]
             kind = {"temperature": 0} if i % 2 else {"temperature": 1, "seed": i}
@@ -230,6 +231,6 @@ def test_an_engine_with_graphs_says_the_same():
             done |= {out.request_id: out for out in engine.step() if out.finished}
         outputs.append([done[str(i)].token_ids for i in range(8)])
         preemptions.append(engine.stats.num_preemptions)
-    assert outputs[0] == outputs[1]
-    assert preemptions[0] == preemptions[1] > 0
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert preemptions[0] == preemptions[2] > 0 < preemptions[1]
     assert len(set(replayed)) > 1 and set(replayed) <= {1, 2, 4, 6}
