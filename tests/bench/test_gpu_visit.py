@@ -21,7 +21,8 @@ from nanobatch.bench.gpu import sweep as sweeping
 from nanobatch.bench.gpu.published import nano_vllm_requests
 from nanobatch.bench.gpu.summary import Outcome
 from nanobatch.bench.hardware import Hardware
-from nanobatch.kernels.launch_config import LaunchConfig
+from nanobatch.kernels.launch_config import CHIPS, choose_launch_config
+from nanobatch.utils.device import resolve_device
 
 NAMES = list(parts.PARTS)
 
@@ -196,7 +197,9 @@ def cost(launch):
 @pytest.fixture
 def made_up_times(monkeypatch):
     """Launches take what cost() says; those of 64 rows fail, one way or another."""
-    default = LaunchConfig(16, 4, 64, 2, (5, 2, 2), 4, 2)
+    sizes = {"block_m": 16, "tile": 64, "num_splits": 2, "num_warps": 4, "num_stages": 2}
+    default = choose_launch_config(4, 4, 1, *TASK.shape, 4, CHIPS[90])
+    default = TASK.with_sizes(default, **sizes, max_registers=None)
     monkeypatch.setattr(sweeping.Task, "default", lambda *of: default)
     last = []
 
@@ -234,17 +237,33 @@ def test_the_best_is_found_and_what_fails_is_noted(made_up_times):
     ]
 
 
-def test_a_grid_covers_every_token():
-    """Each of 3 sequences has at most one query block that is not full."""
-    task = sweeping.Task((8, 2, 16), 3, 10, 10)
-    default = LaunchConfig(16, 4, 64, 1, (10, 2, 1), 4, 2)
-    for launch in sweeping.variants(
-        task, default, {"block_m": (4, 8, 16, 32), "tile": (32, 64)}
-    ):
-        assert launch.block_q * 4 == launch.block_m
-        owns = [10 * s // launch.block_q + s for s in range(4)]
-        assert launch.grid == (owns[3], 2, 1), launch
-        assert all(owns[s + 1] - owns[s] >= -(-10 // launch.block_q) for s in range(3))
+@pytest.mark.parametrize("query_len", [1, 10, 500])
+def test_a_launch_of_other_sizes_is_what_the_kernel_would_choose(query_len):
+    """The sizes alone say the rest, as choose_launch_config says it on other chips."""
+    task = sweeping.Task((8, 2, 64), 3, query_len, 600)
+    sizes = (3 * query_len, 3, query_len, *task.shape, 2)
+    launches = {
+        choose_launch_config(*sizes, CHIPS[chip], max_rows)
+        for chip in (75, 90)
+        for max_rows in (16, 32, 128)
+    }
+    assert len(launches) > 1
+    for wanted in launches:
+        for start in launches:
+            assert task.with_sizes(start, **sweeping.shown(wanted)) == wanted
+
+
+@pytest.mark.kernels
+def test_a_launch_that_was_made_once_can_be_captured(monkeypatch):
+    """The second time nothing comes from the host: a graph may record it."""
+    device = resolve_device("auto")
+    task = sweeping.Task((2, 1, 16), 1, 1, 20)
+    x, launch = task.inputs(torch.float32, device, 0), task.default(4, device)
+    launch = task.with_sizes(launch, tile=16)
+    once = sweeping.attend(x, launch)
+    for name in ("from_numpy", "tensor"):
+        monkeypatch.setattr(torch, name, lambda *args, **more: pytest.fail("copied"))
+    assert torch.equal(sweeping.attend(x, launch), once)
 
 
 # ---- tests in several processes --------------------------------------------------------
