@@ -67,6 +67,10 @@ def pytest_runtest_setup(item):
     is_for_gpu = item.get_closest_marker("gpu") is not None
     if is_for_gpu and not HAS_GPU:
         pytest.skip("no CUDA device")
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    if is_for_gpu and any(x in (torch.bfloat16, "bfloat16") for x in params):
+        if torch.cuda.get_device_capability() < (8, 0):  # a T4
+            pytest.skip("bfloat16 needs compute capability 8.0")
     torch.cuda.is_available = sees_gpu if is_for_gpu else lambda: False
     if Launch is not None:
         runs_kernels = item.get_closest_marker("kernels") is not None

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 TORCH = """
+float16, bfloat16 = object(), object()
 class cuda:
     is_available = staticmethod(lambda: {has_gpu})
+    get_device_capability = staticmethod(lambda: (7, 5))
 def set_num_threads(number): pass
 """
 KERNEL = """
@@ -33,6 +35,9 @@ def test_gpu(): assert torch.cuda.is_available()
 def test_kernels():
     GridExecutor()()
     assert torch.cuda.is_available() == {has_gpu}
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "bfloat16"], ids="abc")
+def test_format(dtype): pass
 """
 
 
@@ -63,7 +68,8 @@ def run(folder, has_gpu, *flags, fault="pass"):
 
 def test_without_a_gpu(tmp_path):
     """A launch without the mark fails here, before it can on a machine with a GPU."""
-    assert run(tmp_path, False) == {
+    formats = {f"test_format[{x}]": "SKIPPED" for x in "abc"}
+    assert run(tmp_path, False) == formats | {
         "test_plain": "PASSED",
         "test_launch": "FAILED",
         "test_gpu": "SKIPPED",
@@ -76,8 +82,15 @@ def test_an_interpreter_that_does_not_work_is_a_reason_to_skip(tmp_path):
     assert found == {"test_kernels": "SKIPPED"}
 
 
-def test_with_a_gpu(tmp_path):
-    assert run(tmp_path, True, "-m", "gpu") == {"test_gpu": "PASSED", "test_kernels": "PASSED"}
-    found = run(tmp_path, True)
-    assert found.pop("test_launch") == "PASSED"  # Triton's, compiled, is not looked at
-    assert set(found.values()) == {"PASSED"} and len(found) == 3
+def test_with_a_t4(tmp_path):
+    """It has no bfloat16. What it launches, compiled, is not looked at."""
+    for_gpu = {
+        "test_gpu": "PASSED",
+        "test_kernels": "PASSED",
+        "test_format[a]": "PASSED",
+        "test_format[b]": "SKIPPED",
+        "test_format[c]": "SKIPPED",
+    }
+    assert run(tmp_path, True, "-m", "gpu") == for_gpu
+    others = {"test_plain": "PASSED", "test_launch": "PASSED"}
+    assert run(tmp_path, True) == for_gpu | others

@@ -116,7 +116,7 @@ def test_a_cache_past_31_bits():
     """Invariant 16, in memory that is there: both ends of a cache of 2**31 + elements."""
     P, K, D = 16, 8, 128
     num_blocks = 2**31 // (P * K * D) + 2
-    k_cache = torch.full((num_blocks, K, P, D), torch.nan, dtype=torch.bfloat16, device=GPU)
+    k_cache = torch.full((num_blocks, K, P, D), torch.nan, dtype=torch.float16, device=GPU)
     v_cache = k_cache.clone()
     tables = [[num_blocks - 1, 0], [1, num_blocks - 2]]
     small = []
@@ -127,7 +127,7 @@ def test_a_cache_past_31_bits():
         small.append(torch.stack([cache[b] for table in tables for b in table]))
     batch = pack([Row([0], 30, tables[0]), Row([0] * 5, 15, tables[1])], P, GPU)
     near = pack([Row([0], 30, [0, 1]), Row([0] * 5, 15, [2, 3])], P, GPU)
-    q_THD = torch.randn(6, 32, D, device=GPU).to(torch.bfloat16)
+    q_THD = torch.randn(6, 32, D, device=GPU).to(torch.float16)
     found = paged_attention(q_THD, k_cache, v_cache, batch, scale=0.1)
     assert torch.equal(found, paged_attention(q_THD, *small, near, scale=0.1))
 

@@ -207,15 +207,15 @@ def test_slots_past_31_bits():
     """Invariant 16. Only addresses are that large: nothing between is touched or needed."""
     P, D, last = 16, 64, 2**21 + 3  # block * P * D passes 2**31
     num_elements = (last + 1) * P * D
-    cache = torch.empty(num_elements, dtype=torch.bfloat16, device=DEVICE)
+    cache = torch.empty(num_elements, dtype=torch.float16, device=DEVICE)
     cache = cache.view(last + 1, 1, P, D)
     cache[last] = torch.randn(1, P, D, generator=torch.Generator().manual_seed(0)).to(cache)
     cache[0] = torch.nan
     batch = pack([Row([0], 15, [last])], P, DEVICE)
-    q_THD = torch.randn(1, 3, D, device=DEVICE).to(torch.bfloat16)
+    q_THD = torch.randn(1, 3, D, device=DEVICE).to(torch.float16)
     compare(q_THD, cache, cache, batch)
     slot = torch.tensor([last * P + 2], device=DEVICE)
-    new = torch.full((1, 1, D), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    new = torch.full((1, 1, D), 7.0, dtype=torch.float16, device=DEVICE)
     cos, sin = torch.ones(1, D // 2, device=DEVICE), torch.zeros(1, D // 2, device=DEVICE)
     triton_ops.rope_and_write(new, new, new, cos, sin, KVCache(cache, cache), slot)
     assert (cache[last, 0, 2] == 7).all()
