@@ -68,9 +68,9 @@ def pytest_runtest_setup(item):
     if is_for_gpu and not HAS_GPU:
         pytest.skip("no CUDA device")
     params = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    if is_for_gpu and any(x in (torch.bfloat16, "bfloat16") for x in params):
-        if torch.cuda.get_device_capability() < (8, 0):  # a T4
-            pytest.skip("bfloat16 needs compute capability 8.0")
+    is_of_bfloat16 = any(x in (torch.bfloat16, "bfloat16") for x in params)
+    if is_for_gpu and is_of_bfloat16 and torch.cuda.get_device_capability() < (8, 0):  # a T4
+        pytest.skip("bfloat16 needs compute capability 8.0")
     torch.cuda.is_available = sees_gpu if is_for_gpu else lambda: False
     if Launch is not None:
         runs_kernels = item.get_closest_marker("kernels") is not None
