@@ -38,7 +38,7 @@ from test_engine import (  # noqa: F401 - run again, see on_the_gpu
 
 import bench
 from nanobatch import LLM, EngineConfig, SamplingParams
-from nanobatch.attention import paged_attention
+from nanobatch.attention import choose_backend, paged_attention
 from nanobatch.batch import Row, pack
 from nanobatch.bench.attention_systems import attention_inputs
 from nanobatch.bench.hardware import measure_hardware
@@ -47,6 +47,7 @@ from nanobatch.extensions.cuda_graphs import DecodeGraphs, bytes_of_graphs
 from nanobatch.llm import build_runner
 from nanobatch.model_runner import ModelRunner
 from nanobatch.models.loader import load
+from nanobatch.sampler import SamplingRow, begin_sample, sample
 
 pytestmark = pytest.mark.gpu
 ATOL = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -274,3 +275,41 @@ def test_kernels_are_faster_than_nothing_can_be():
     lines += [table.attention_line("prefill", "smollm2", (2, 512))]
     lines += [case.measure() for case in table.other_cases()]
     assert all(0 < line.share < 1.3 for line in lines), lines
+
+
+# ---- sampling --------------------------------------------------------------------------
+
+SAMPLING_KINDS = [
+    {"temperature": 0}, {}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.999, "min_p": 1e-6},
+    {"top_k": 5000, "top_p": 0.95}, {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"logprobs": 5}, {"min_tokens": 9, "top_p": 0.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_rows", [9, 300])
+def test_sampling_waits_for_nothing_and_equals_the_cpu(num_rows):
+    """Few rows of so many logits that topk would sort them, and many rows."""
+    vocab_size = 128_256 if num_rows == 9 else 5_000
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = (4 * logits).bfloat16().float()  # many ties
+    kinds = [SAMPLING_KINDS[i % len(SAMPLING_KINDS)] for i in range(num_rows)]
+    rows = [
+        SamplingRow(SamplingParams(**kind), [1, 2], [3], (7,), seed)
+        for seed, kind in enumerate(kinds)
+    ]
+    expected = sample(logits, rows)
+    on_gpu, ops = logits.to(GPU), choose_backend("auto", GPU, 16)
+    begin_sample(on_gpu, rows, ops).read()  # pinned memory is allocated once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        draws = begin_sample(on_gpu, rows, ops)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = draws.read()
+    assert [s.token_id for s in found] == [s.token_id for s in expected]
+    assert draws.tokens_S.tolist() == [s.token_id for s in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.logprobs is None) == (b.logprobs is None)
+        if a.logprobs is not None:
+            values = sorted(a.logprobs.values()), sorted(b.logprobs.values())
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
