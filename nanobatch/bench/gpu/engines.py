@@ -22,15 +22,13 @@ from pathlib import Path
 
 import torch
 
-from nanobatch import llm
 from nanobatch.bench import ladder as rungs
 from nanobatch.bench.gpu.rows import attempt
 from nanobatch.bench.hardware import measure_hardware
 from nanobatch.bench.workload import random_requests, random_tokens
 from nanobatch.config import EngineConfig
 from nanobatch.engine import LLMEngine
-from nanobatch.llm import build_runner, load_model
-from nanobatch.model_runner import ModelRunner
+from nanobatch.llm import build_engine, build_runner, load_model
 from nanobatch.models.decoder import Decoder
 from nanobatch.models.presets import MODEL_PRESETS
 from nanobatch.request import SamplingParams
@@ -41,8 +39,6 @@ from nanobatch.utils.device import free_bytes, resolve_device, resolve_dtype
 from nanobatch.utils.extensions import load_extension
 
 MARGIN = 3 * GIB  # for a step's tensors and for graphs
-# Whether an engine can plan a step while the GPU computes the one before.
-HAS_OVERLAP = "async_scheduling" in EngineConfig.__dataclass_fields__
 
 
 def model_that_fits(
@@ -64,12 +60,6 @@ def device_and_dtype() -> tuple[torch.device, torch.dtype]:
     """Those that "auto" means here."""
     device = resolve_device("auto")
     return device, resolve_dtype("auto", device)
-
-
-def make_engine(runner: ModelRunner) -> LLMEngine:
-    """An engine as LLM() makes it."""
-    make = getattr(llm, "build_engine", None)
-    return LLMEngine(runner.config, runner) if make is None else make(runner)
 
 
 def wait_for(device: torch.device) -> None:
@@ -163,12 +153,10 @@ def decode(
     )  # fmt: skip
     loaded = load_model(f"dummy:{model}", base)
     on_cuda = device.type == "cuda"  # else there are no graphs, and nothing to overlap
-    overlaps = (True, False) if HAS_OVERLAP and on_cuda else (None,)
-    for graphs in (True, False) if on_cuda else (False,):
-        for overlap in overlaps:
-            config = replace(base, cuda_graphs=graphs)
-            if overlap is not None:
-                config = replace(config, async_scheduling=overlap)
+    choices = (True, False) if on_cuda else (False,)
+    for graphs in choices:
+        for overlap in choices:
+            config = replace(base, cuda_graphs=graphs, async_scheduling=overlap)
             row = {"model": model, "sequences": num_seqs, "context": context_len}
             row |= {"graphs": graphs, "overlap": overlap}
             about = (loaded.model, config, bandwidth, context_len, num_steps)
@@ -181,7 +169,7 @@ def decode(
 def _decode_step(
     model: Decoder, config: EngineConfig, bandwidth: float, context_len: int, num_steps: int
 ) -> dict:
-    engine = make_engine(build_runner(model, config))
+    engine = build_engine(build_runner(model, config))
     seconds, lens = time_steps(engine, context_len, num_steps)
     rows = [(round(n), 1) for n in lens]
     work = step_work(model.config, rows, len(rows), engine.runner.dtype.itemsize)
@@ -265,7 +253,7 @@ def startup(models: Sequence[str], max_num_seqs: int, max_model_len: int) -> Ite
     row["runner s"] = lap()
     requests = []
     for _ in range(4):
-        engine = make_engine(runner)
+        engine = build_engine(runner)
         engine.add_request(
             [7] * (max_model_len // 2), SamplingParams(temperature=0, max_tokens=3)
         )
