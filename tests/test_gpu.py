@@ -43,6 +43,7 @@ from nanobatch.batch import Row, pack
 from nanobatch.bench.attention_systems import attention_inputs
 from nanobatch.bench.hardware import measure_hardware
 from nanobatch.bench.kernels import KernelBench
+from nanobatch.extensions.async_scheduling import AsyncEngine
 from nanobatch.extensions.cuda_graphs import DecodeGraphs, bytes_of_graphs
 from nanobatch.llm import build_runner
 from nanobatch.model_runner import ModelRunner
@@ -184,9 +185,19 @@ def test_replay_equals_an_eager_step(dtype):
                 assert one[free].isnan().all(), "a padding row wrote"
 
 
-@pytest.mark.parametrize("knobs", [{}, {"cuda_graphs": False}, {"attention_backend": "torch"}])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"cuda_graphs": False},
+        {"async_scheduling": False},
+        {"preemption": "swap", "num_host_blocks": 24},
+        {"attention_backend": "torch"},
+    ],
+)
 def test_the_gpu_says_what_the_cpu_says(knobs):
-    """Greedy and seeded, in float32, preempted; with graphs and without (invariant 12)."""
+    """Greedy and seeded, in float32, preempted; with graphs and without, with steps that are
+    launched ahead and without (invariant 12)."""
     prompts = ["Once upon a time", "One day", "L", "There once was a fox", "Ivy", "So", "A"]
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=20 + i, ignore_eos=True)
@@ -199,8 +210,35 @@ def test_the_gpu_says_what_the_cpu_says(knobs):
         outs = llm.generate(prompts, params, progress=False)
         assert llm.engine.stats.num_preemptions > 0
         tokens.append([out.token_ids for out in outs])
-    assert isinstance(llm.engine.runner.compute, DecodeGraphs) == (not knobs)
+    is_eager = {"cuda_graphs", "attention_backend"} & knobs.keys()
+    assert isinstance(llm.engine.runner.compute, DecodeGraphs) == (not is_eager)
+    is_plain = {"async_scheduling", "attention_backend"} & knobs.keys()
+    assert isinstance(llm.engine, AsyncEngine) == (not is_plain)
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_launch_waits_for_nothing(cuda_graphs, monkeypatch):
+    """Chunks of prompts, mixed steps and decodes, greedy and drawn; torch raises at a wait."""
+    llm = LLM("tiny", device=GPU, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=8,
+              cuda_graphs=cuda_graphs)  # fmt: skip
+    prompts = ["Once upon a time", "One day", "L", "There once was a fox"]
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=20) for t in (0, 1, 0, 0.7)]
+    wanted = llm.generate(prompts, params, progress=False)  # pinned memory is allocated once
+    launch, plans = llm.engine.runner.launch, []
+
+    def watched(plan, previous):
+        plans.append(plan)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan, previous)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(llm.engine.runner, "launch", watched)
+    outs = llm.generate(prompts, params, progress=False)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in wanted]
+    assert len(plans) > 20
 
 
 # ---- memory ----------------------------------------------------------------------------
