@@ -220,8 +220,8 @@ def test_the_gpu_says_what_the_cpu_says(knobs):
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_a_launch_waits_for_nothing(cuda_graphs, monkeypatch):
     """Chunks of prompts, mixed steps and decodes, greedy and drawn; torch raises at a wait."""
-    llm = LLM("tiny", device=GPU, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=8,
-              cuda_graphs=cuda_graphs)  # fmt: skip
+    llm = LLM("tiny", dtype="float32", device=GPU, num_blocks=64, max_num_seqs=4,
+              max_num_batched_tokens=8, cuda_graphs=cuda_graphs)  # fmt: skip
     prompts = ["Once upon a time", "One day", "L", "There once was a fox"]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=20) for t in (0, 1, 0, 0.7)]
     wanted = llm.generate(prompts, params, progress=False)  # pinned memory is allocated once
