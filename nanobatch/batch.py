@@ -76,6 +76,20 @@ class Batch:
         return self.derived[key]
 
     @property
+    def has_lens(self) -> bool:
+        """Whether the host knows all lengths; in a captured step only the device does."""
+        return "lens" in self.derived
+
+    @property
+    def lens(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [S] twice, on the host: query tokens and keys of each sequence. If the host
+        does not know them, this waits for the device."""
+        starts, seq_lens_S = self.query_start_loc, self.seq_lens_S
+        return self.once(
+            "lens", lambda: (np.diff(starts.tolist()), np.array(seq_lens_S.tolist()))
+        )
+
+    @property
     def max_query_len(self) -> int:
         """The most tokens that one sequence computes in this step."""
         return self.once("max_query_len", lambda: int(self.query_start_loc.diff().max()))
@@ -123,9 +137,9 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu
     }
     if "logits_indices_S" not in tensors:  # no logits are wanted: nothing to copy
         tensors["logits_indices_S"] = torch.empty(0, dtype=torch.int64, device=device)
-    batch = Batch(**tensors)
-    batch.derived["max_query_len"] = int(query_lens_S.max())  # known here without a sync
-    return batch
+    # Known here without waiting for the device.
+    lens = (query_lens_S, starts_S + query_lens_S)
+    return Batch(**tensors, derived={"lens": lens, "max_query_len": int(query_lens_S.max())})
 
 
 def fill_in(token_ids_T: Tensor, sampled_S: Tensor) -> None:

@@ -13,7 +13,7 @@ them into the M rows of a matrix product. Here G = 2, 4 tokens in 8 rows:
     ...                       |             |             | query of this program
     7  t7     h1              | x  x  x  x  | x  x  x  x  |
 
-    grid = (query blocks, KV heads, splits)
+    grid = (items of the work list, KV heads)
 
 The same keys serve all G heads: K and V are read once, which is all that matters when one
 token is decoded. A key tile spans any number of cache blocks (or part of one): each of its
@@ -32,11 +32,10 @@ loaded too; so the loop carries the block ids of the next tile:
     block ids          of tile 1      of tile 2      of tile 3        loaded for the next turn
     keys and values    of 1 and 2     of 2 and 3     of 3 and 4       on their way meanwhile
 
-*Split-KV*: with few sequences and long ones, query blocks x heads do not fill a GPU. Then
-each program takes one of NUM_SPLITS runs of tiles and writes its (acc, m, l), which
-`reduce_splits_kernel` joins. How many splits is a rule of the batch's shape alone
-(launch_config.py), not of lengths on the device, so a captured graph stays right while
-sequences grow; splits that come out empty carry l = 0 and weigh nothing.
+*Split-KV*: where the work would not fill the GPU, a sequence's tiles are cut into several runs.
+Each is a program, which writes its (acc, m, l), and `reduce_splits_kernel` joins them. Which
+program takes what is listed once a batch, on the host (work_list.py), in one list for sequences
+with few query tokens (decodes, drafts) and one for the others, whose programs have more rows.
 
 Always holds (invariants 14 and 16): what lies in slots past a sequence's end is not loaded;
 block ids are widened to 64 bits before they are multiplied.
@@ -49,6 +48,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -58,32 +58,44 @@ from torch import Tensor, nn
 from nanobatch.batch import Batch
 from nanobatch.config import EngineConfig
 from nanobatch.kernels.kv_cache import KVCache
-from nanobatch.kernels.launch_config import CHIPS, Chip, LaunchConfig, choose_launch_config
+from nanobatch.kernels.launch_config import (
+    CHIPS,
+    MAX_SPLITS,
+    Chip,
+    LaunchConfig,
+    choose_launch_config,
+)
 from nanobatch.kernels.ops import AttentionArgs
 from nanobatch.kernels.triton_ops import TritonOps, dense_heads
 from nanobatch.kernels.warm_up import try_launches
+from nanobatch.kernels.work_list import Work, balanced_work, equal_work
 from nanobatch.utils.arithmetic import next_power_of_two
 
 LOG2_E = math.log2(math.e)
+SHORT_ROWS = 32  # sequences whose query tokens fill no more rows are launched by themselves
 
 
 @triton.jit
-def find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence whose query blocks include query_block, by binary search.
+def load_item(work_ptr, item):
+    """(sequence, first query, split, number of splits) of an item of the work list."""
+    item_ptr = work_ptr + 4 * item
+    seq, first_query = tl.load(item_ptr), tl.load(item_ptr + 1)
+    return seq, first_query, tl.load(item_ptr + 2), tl.load(item_ptr + 3)
 
-    Sequence s owns blocks from query_start[s] // BLOCK_Q + s on: at least as many as it needs,
-    for any lengths, so the grid's size follows from T and S without looking at the lengths.
-    """
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        first = tl.load(query_start_ptr + middle) // BLOCK_Q + middle
-        if first <= query_block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+
+@triton.jit
+def tiles_of_split(
+    context_len, first_query, end_query, split, num_splits,
+    TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(first, end) of the tiles that a split reads for the queries first to end - 1."""
+    end_tile = tl.cdiv(context_len + end_query, TILE)
+    first_tile = 0
+    if WINDOW > 0:
+        first_tile = tl.maximum(context_len + first_query - WINDOW + 1, 0) // TILE
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    first_tile += split * tiles_per_split
+    return first_tile, tl.minimum(end_tile, first_tile + tiles_per_split)
 
 
 @triton.jit
@@ -118,12 +130,12 @@ def soft_capped(score_ML, softcap):
 
 @triton.jit
 def store_result(
-    out_ptr, acc_ptr, max_ptr, sum_ptr, row_of_out_M, d_D, is_row_M, is_d_D, split,
-    acc_MD, max_M, sum_M, D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    out_ptr, acc_ptr, max_ptr, sum_ptr, item, num_splits, row_of_out_M, row_M, d_D, is_row_M,
+    is_d_D, acc_MD, max_M, sum_M, K: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The rows' results, or what this split has found for each, to be joined later."""
     is_out_MD = is_row_M[:, None] & is_d_D[None, :]
-    if NUM_SPLITS == 1:
+    if num_splits == 1:
         # A row of a captured graph that stands for no sequence has no keys: it gets zeros.
         out_MD = acc_MD / tl.where(sum_M != 0, sum_M, 1.0)[:, None]
         tl.store(
@@ -132,25 +144,25 @@ def store_result(
             mask=is_out_MD,
         )
     else:
-        part_M = row_of_out_M * NUM_SPLITS + split
+        part_M = (item.to(tl.int64) * K + tl.program_id(1)) * BLOCK_M + row_M
         tl.store(max_ptr + part_M, max_M, mask=is_row_M)
         tl.store(sum_ptr + part_M, sum_M, mask=is_row_M)
         tl.store(acc_ptr + part_M[:, None] * D + d_D[None, :], acc_MD, mask=is_out_MD)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def paged_attention_kernel(
-    out_ptr,  # [T, H, D] the result, if NUM_SPLITS is 1
-    acc_ptr,  # float32 [T, H, NUM_SPLITS, D] partial sums, if it is more
-    max_ptr,  # float32 [T, H, NUM_SPLITS] largest score of each split, in log2 units
-    sum_ptr,  # float32 [T, H, NUM_SPLITS] sum of exp2(score - max)
+    out_ptr,  # [T, H, D] the result of items that are not split
+    acc_ptr,  # float32 [items, K, BLOCK_M, D] partial sums of those that are
+    max_ptr,  # float32 [items, K, BLOCK_M] largest score of each split, in log2 units
+    sum_ptr,  # float32 [items, K, BLOCK_M] sum of exp2(score - max)
     q_ptr,  # [T, H, D] queries; heads and elements contiguous
     k_cache_ptr,  # [N, K, P, D]
     v_cache_ptr,  # [N, K, P, D]
     block_tables_ptr,  # int32 [S, B]
     seq_lens_ptr,  # int32 [S] keys of each sequence
     query_start_ptr,  # int32 [S + 1] first token of each sequence
-    num_seqs,  # S
+    work_ptr,  # int32 [items, 4] what each program does (work_list.py)
     q_stride,  # elements from one token's queries to the next one's
     table_stride,  # elements from one row of block_tables to the next
     scale_log2,  # scale * log2(e)
@@ -165,18 +177,14 @@ def paged_attention_kernel(
     TILE: tl.constexpr,  # keys of one iteration
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all before it
     HAS_SOFTCAP: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,  # runs of tiles that share one query block's keys
     WIDEN: tl.constexpr,  # multiply in float32: Triton's interpreter knows no bfloat16 product
 ):
     """One program: BLOCK_Q query tokens of one sequence, G heads, one split of the keys."""
-    query_block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq = find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q)
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    seq, first_query, split, num_splits = load_item(work_ptr, item)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     seq_len = tl.load(seq_lens_ptr + seq)
-    first_query = (query_block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
-    if first_query >= query_len:
-        return  # one of the blocks that a sequence owns but does not need
 
     row_M = tl.arange(0, BLOCK_M)
     d_D = tl.arange(0, D_PAD)
@@ -196,14 +204,10 @@ def paged_attention_kernel(
     # The queries are the sequence's last positions: the mask's corner is at the bottom right.
     context_len = seq_len - query_len
     pos_M = context_len + query_M
-    last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
-    end_tile = tl.cdiv(context_len + last_query + 1, TILE)
-    first_tile = 0
-    if WINDOW > 0:
-        first_tile = tl.maximum(context_len + first_query - WINDOW + 1, 0) // TILE
-    tiles_per_split = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
-    first_tile += split * tiles_per_split
-    end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
+    end_query = tl.minimum(first_query + BLOCK_Q, query_len)
+    first_tile, end_tile = tiles_of_split(
+        context_len, first_query, end_query, split, num_splits, TILE, WINDOW
+    )
 
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
@@ -236,41 +240,74 @@ def paged_attention_kernel(
 
     row_of_out_M = token_M * (K * G) + head_M
     store_result(
-        out_ptr, acc_ptr, max_ptr, sum_ptr, row_of_out_M, d_D, is_row_M, is_d_D, split,
-        acc_MD, max_M, sum_M, D, NUM_SPLITS,
+        out_ptr, acc_ptr, max_ptr, sum_ptr, item, num_splits, row_of_out_M, row_M, d_D,
+        is_row_M, is_d_D, acc_MD, max_M, sum_M, K, D, BLOCK_M,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BLOCK_M", "BLOCK_Q"])
 def reduce_splits_kernel(
     out_ptr,  # [T, H, D] the result
-    acc_ptr,  # float32 [T, H, NUM_SPLITS, D] partial sums
-    max_ptr,  # float32 [T, H, NUM_SPLITS] largest score of each split
-    sum_ptr,  # float32 [T, H, NUM_SPLITS] sum of exp2(score - max)
+    acc_ptr,  # float32 [items, K, BLOCK_M, D] partial sums
+    max_ptr,  # float32 [items, K, BLOCK_M] largest score of each split
+    sum_ptr,  # float32 [items, K, BLOCK_M] sum of exp2(score - max)
+    query_start_ptr,  # int32 [S + 1] first token of each sequence
+    work_ptr,  # int32 [items, 4] the items that are split
+    BLOCK_M,  # rows of a program of the kernel above
+    BLOCK_Q,  # its query tokens
+    K: tl.constexpr,  # KV heads
+    G: tl.constexpr,  # query heads for each KV head
     D: tl.constexpr,  # head dimension
     D_PAD: tl.constexpr,  # the next power of two
-    NUM_SPLITS: tl.constexpr,  # a power of two
+    MAX_SPLITS: tl.constexpr,  # a power of two
 ):
-    """Join the splits of one token's head: each weighs exp2(its max - the largest max)."""
-    row = tl.program_id(0).to(tl.int64)  # token * H + head
-    part_X = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    d_D = tl.arange(0, D_PAD)
-    max_X, sum_X = tl.load(max_ptr + part_X), tl.load(sum_ptr + part_X)
-    largest = tl.max(max_X, 0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    # An empty split has seen no key: its max is -inf, its sum and acc 0, and it weighs nothing.
-    # Its acc is loaded all the same: to ask for sum > 0 would leave out those that are NaN.
-    weight_X = tl.exp2(max_X - base)
-    acc_XD = tl.load(
-        acc_ptr + part_X[:, None] * D + d_D[None, :], mask=(d_D < D)[None, :], other=0.0
-    )
-    total = tl.sum(sum_X * weight_X, 0)
-    out_D = tl.sum(acc_XD * weight_X[:, None], 0) / tl.where(total != 0, total, 1.0)
-    tl.store(out_ptr + row * D + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < D)
+    """Join the splits of a query block, each of whose items takes some of its rows."""
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    seq, first_query, split, num_splits = load_item(work_ptr, item)
+    query_start = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - query_start
+    num_rows = tl.minimum(query_len - first_query, BLOCK_Q) * G
+    split_X, d_D = tl.arange(0, MAX_SPLITS), tl.arange(0, D_PAD)
+    is_split_X, is_d_D = split_X < num_splits, d_D < D
+    program_X = (item - split + split_X).to(tl.int64) * K + kv_head
+    for row in range(split, num_rows, num_splits):
+        part_X = program_X * BLOCK_M + row
+        max_X = tl.load(max_ptr + part_X, mask=is_split_X, other=float("-inf"))
+        sum_X = tl.load(sum_ptr + part_X, mask=is_split_X, other=0.0)
+        largest = tl.max(max_X, 0)
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        # Each weighs exp2(its max - the largest). An empty split has seen no key: its max is
+        # -inf, its sum and acc 0, and it weighs nothing. Its acc is loaded all the same: to ask
+        # for sum > 0 would leave out those that are NaN.
+        weight_X = tl.exp2(max_X - base)
+        acc_XD = tl.load(
+            acc_ptr + part_X[:, None] * D + d_D[None, :],
+            mask=is_split_X[:, None] & is_d_D[None, :],
+            other=0.0,
+        )
+        total = tl.sum(sum_X * weight_X, 0)
+        out_D = tl.sum(acc_XD * weight_X[:, None], 0) / tl.where(total != 0, total, 1.0)
+        token = (query_start + first_query + row // G).to(tl.int64)
+        row_of_out = token * (K * G) + kv_head * G + row % G
+        tl.store(
+            out_ptr + row_of_out * D + d_D, out_D.to(out_ptr.dtype.element_ty), mask=is_d_D
+        )
+
+
+class Launch(NamedTuple):
+    """One launch of the kernel: the work of its programs, and memory for partial results."""
+
+    config: LaunchConfig
+    work: Tensor  # int32 [items, 4]
+    num_parts: int  # items that are split, the first of the list
+    parts: list[Tensor]  # acc, max, sum
 
 
 class TritonBackend(TritonOps):
     """Triton's operations, and paged attention by the kernels above."""
+
+    def __init__(self):
+        self._items: dict[tuple, Tensor] = {}
 
     def warm_up(
         self,
@@ -282,10 +319,10 @@ class TritonBackend(TritonOps):
         """See Ops.warm_up."""
         chip = chip_of(caches[0].keys.device)
 
-        def variant_of(*sizes: int) -> tuple:
-            return self.launch_config(*sizes, dtype.itemsize, chip).variant
+        def launch_of(*sizes: int) -> LaunchConfig:
+            return self.launch_config(*sizes, dtype.itemsize, chip)
 
-        try_launches(self, variant_of, layers, caches, config, dtype)
+        try_launches(self, launch_of, layers, caches, config, dtype)
 
     def paged_attention(
         self,
@@ -301,36 +338,82 @@ class TritonBackend(TritonOps):
             launch: how the work is divided; None: choose_launch_config's choice.
         """
         (T, H, D), (_, K, P, _) = q_THD.shape, cache.keys.shape
-        S = len(batch.seq_lens_S)
-        if launch is None:
-            sizes = (T, S, batch.max_query_len, H, K, D, q_THD.element_size())
-            launch = self.launch_config(*sizes, chip_of(q_THD.device))
-        q_THD = dense_heads(q_THD)
-        out_THD = q_THD.new_zeros(T, H, D)  # tokens that belong to no sequence stay 0
-        # Float32 partial results, if there are splits to join.
-        parts = (T, H, launch.num_splits) if launch.num_splits > 1 else (0, 0, 0)
-        acc, largest, total = (
-            torch.empty(shape, dtype=torch.float32, device=q_THD.device)
-            for shape in ((*parts, D), parts, parts)
+        window, device = args.sliding_window, q_THD.device
+        sizes = (H, K, D, q_THD.element_size())
+        launches = batch.once(
+            (type(self), *sizes, window, launch),
+            lambda: self.plan(batch, *sizes, chip_of(device), window, launch),
         )
-        D_PAD = next_power_of_two(D)
-        self.kernel()[launch.grid](
-            out_THD, acc, largest, total, q_THD, *cache.parts,
-            batch.block_tables_SB, batch.seq_lens_S, batch.query_start_loc, S,
-            q_THD.stride(0), batch.block_tables_SB.stride(0),
-            args.scale * LOG2_E, args.softcap or 0.0,
-            K=K, G=H // K, D=D, D_PAD=D_PAD, P=P,
-            BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, TILE=launch.tile,
-            WINDOW=args.sliding_window or 0, HAS_SOFTCAP=args.softcap is not None,
-            NUM_SPLITS=launch.num_splits, WIDEN=triton.knobs.runtime.interpret,
-            num_warps=launch.num_warps, num_stages=launch.num_stages,
-            maxnreg=launch.max_registers,
-        )  # fmt: skip
-        if launch.num_splits > 1:
-            reduce_splits_kernel[(T * H,)](
-                out_THD, acc, largest, total, D=D, D_PAD=D_PAD, NUM_SPLITS=launch.num_splits
-            )
+        q_THD = dense_heads(q_THD)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        if len(batch.token_ids_T) < T:
+            out_THD[len(batch.token_ids_T) :] = 0  # those that belong to no sequence
+        heads = {"K": K, "G": H // K, "D": D, "D_PAD": next_power_of_two(D)}
+        for config, work, num_parts, parts in launches:
+            self.kernel()[len(work), K](
+                out_THD, *parts, q_THD, *cache.parts,
+                batch.block_tables_SB, batch.seq_lens_S, batch.query_start_loc, work,
+                q_THD.stride(0), batch.block_tables_SB.stride(0),
+                args.scale * LOG2_E, args.softcap or 0.0, **heads, P=P,
+                BLOCK_M=config.block_m, BLOCK_Q=config.block_q, TILE=config.tile,
+                WINDOW=window or 0, HAS_SOFTCAP=args.softcap is not None,
+                WIDEN=triton.knobs.runtime.interpret,
+                num_warps=config.num_warps, num_stages=config.num_stages,
+                maxnreg=config.max_registers,
+            )  # fmt: skip
+            if num_parts:
+                reduce_splits_kernel[num_parts, K](
+                    out_THD, *parts, batch.query_start_loc, work, config.block_m,
+                    config.block_q, **heads, MAX_SPLITS=MAX_SPLITS,
+                )  # fmt: skip
         return out_THD
+
+    def plan(
+        self,
+        batch: Batch,
+        H: int,
+        K: int,
+        D: int,
+        itemsize: int,
+        chip: Chip,
+        window: int | None = None,
+        launch: LaunchConfig | None = None,
+    ) -> list[Launch]:
+        """What to launch for a batch: sequences with few query tokens, then the others; or all
+        with the launch that is given."""
+        sizes, device = (H, K, D, itemsize, chip), batch.seq_lens_S.device
+        if launch is not None:
+            work = equal_work(launch, batch.lens[0])
+            return [_launch_of(launch, _on(device, work), work.num_parts, K, D)]
+        is_captured = not batch.has_lens and batch.max_query_len == 1
+        if is_captured:  # its shape is all that the host knows
+            S = len(batch.seq_lens_S)
+            config = self.launch_config(S, S, 1, *sizes)
+            items = self._decodes(S, config.num_splits, device)
+            return [_launch_of(config, items, len(items) * (config.num_splits > 1), K, D)]
+        query_lens_S, seq_lens_S = batch.lens
+        is_short_S = query_lens_S * (H // K) <= max(SHORT_ROWS, H // K)
+        launches = []
+        for seqs in (is_short_S.nonzero()[0], (~is_short_S).nonzero()[0]):
+            if len(seqs) > 0:
+                lens = query_lens_S[seqs], seq_lens_S[seqs]
+                shape = int(lens[0].sum()), len(seqs), int(lens[0].max())
+                config = self.launch_config(*shape, *sizes)
+                work = balanced_work(config, *lens, K, chip, window).of(seqs)
+                launches.append(_launch_of(config, _on(device, work), work.num_parts, K, D))
+        return launches
+
+    def _decodes(self, num_seqs: int, num_splits: int, device: torch.device) -> Tensor:
+        """The items of equal_work for so many decodes, made on the device. They are kept: a
+        captured graph reads them at each replay."""
+        key = (num_seqs, num_splits, device)
+        if key not in self._items:
+            item_W = torch.arange(num_seqs * num_splits, dtype=torch.int32, device=device)
+            seq_W, split_W = item_W // num_splits, item_W % num_splits
+            columns = [seq_W, torch.zeros_like(seq_W), split_W]
+            columns.append(torch.full_like(seq_W, num_splits))
+            self._items[key] = torch.stack(columns, dim=1)
+        return self._items[key]
 
     def kernel(self):
         """The kernel that takes the cache's parts."""
@@ -339,6 +422,21 @@ class TritonBackend(TritonOps):
     def launch_config(self, *sizes: int | Chip) -> LaunchConfig:
         """Its launch; sizes: see choose_launch_config."""
         return choose_launch_config(*sizes)
+
+
+def _on(device: torch.device, work: Work) -> Tensor:
+    """The work list on the device."""
+    return torch.from_numpy(work.items_W4).to(device, non_blocking=True)
+
+
+def _launch_of(
+    config: LaunchConfig, items_W4: Tensor, num_parts: int, K: int, D: int
+) -> Launch:
+    """With memory for the partial results of the items that are split."""
+    rows = (num_parts, K, config.block_m)
+    shapes, device = ((*rows, D), rows, rows), items_W4.device
+    parts = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+    return Launch(config, items_W4, num_parts, parts)
 
 
 def chip_of(device: torch.device) -> Chip:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanobatch.check.compare import call, expect, right
-from nanobatch.kernels.launch_config import LaunchConfig, keys_of_program
+from nanobatch.kernels.launch_config import LaunchConfig
+from nanobatch.kernels.work_list import keys_of_program, query_blocks
 
 Part = tuple[Tensor, Tensor, Tensor]  # max [M], sum [M], acc [M, D]
 
@@ -62,7 +64,7 @@ def _partial(scores_ML: Tensor, values_LD: Tensor) -> Part:
 
 
 def ex6_2(answer: Callable) -> None:
-    """bytes_read(launch, query_start_loc, seq_lens, head_dim, itemsize) -> int.
+    """bytes_read(launch, query_start_loc, seq_lens, num_kv_heads, head_dim, itemsize) -> int.
 
     Bytes of keys and values that all programs of one launch read from the cache: all query
     blocks, all KV heads, all splits.
@@ -79,9 +81,8 @@ def ex6_2(answer: Callable) -> None:
     for lens, num_kv_heads, block_q, tile, num_splits, head_dim, itemsize in cases:
         query_start_loc = [sum(t for t, _ in lens[:i]) for i in range(len(lens) + 1)]
         seq_lens = [n for _, n in lens]
-        grid = (query_start_loc[-1] // block_q + len(lens), num_kv_heads, num_splits)
-        launch = LaunchConfig(16, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
-        inputs = (launch, query_start_loc, seq_lens, head_dim, itemsize)
+        launch = LaunchConfig(16, block_q, tile, num_splits, num_warps=4, num_stages=2)
+        inputs = (launch, query_start_loc, seq_lens, num_kv_heads, head_dim, itemsize)
         expect(call(answer, *inputs), _bytes_read(*inputs), *inputs)
     right("ex6_2")
 
@@ -90,13 +91,14 @@ def _bytes_read(
     launch: LaunchConfig,
     query_start_loc: list[int],
     seq_lens: list[int],
+    num_kv_heads: int,
     head_dim: int,
     itemsize: int,
 ) -> int:
-    num_query_blocks, num_kv_heads, num_splits = launch.grid
+    seq_of_block_X, _ = query_blocks(np.diff(query_start_loc), launch.block_q)
     num_keys = 0
-    for query_block in range(num_query_blocks):
-        for split in range(num_splits):
+    for query_block in range(len(seq_of_block_X)):
+        for split in range(launch.num_splits):
             _, first, end = keys_of_program(
                 launch, query_start_loc, seq_lens, query_block, split
             )

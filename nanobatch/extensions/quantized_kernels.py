@@ -41,10 +41,11 @@ from nanobatch.kernels.triton_ops import (
 from nanobatch.paged_attention_kernel import (
     TritonBackend,
     add_values,
-    find_sequence,
+    load_item,
     online_softmax,
     soft_capped,
     store_result,
+    tiles_of_split,
 )
 
 
@@ -145,9 +146,9 @@ def _two_of(pair_LX, kind: tl.constexpr, dtype: tl.constexpr):
     return even_LX.to(dtype), odd_LX.to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def quantized_attention_kernel(
-    out_ptr,  # [T, H, D] the result, if NUM_SPLITS is 1
+    out_ptr,  # [T, H, D] the result of items that are not split
     acc_ptr,
     max_ptr,
     sum_ptr,
@@ -159,7 +160,7 @@ def quantized_attention_kernel(
     block_tables_ptr,  # the others: see paged_attention_kernel
     seq_lens_ptr,
     query_start_ptr,
-    num_seqs,
+    work_ptr,
     q_stride,
     table_stride,
     scale_log2,
@@ -174,18 +175,14 @@ def quantized_attention_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One program: BLOCK_Q query tokens of one sequence, G heads, one split of the keys."""
-    query_block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq = find_sequence(query_start_ptr, query_block, num_seqs, BLOCK_Q)
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    seq, first_query, split, num_splits = load_item(work_ptr, item)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     seq_len = tl.load(seq_lens_ptr + seq)
-    first_query = (query_block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
-    if first_query >= query_len:
-        return
 
     row_M = tl.arange(0, BLOCK_M)
     d_D = tl.arange(0, D_PAD)
@@ -204,14 +201,10 @@ def quantized_attention_kernel(
 
     context_len = seq_len - query_len
     pos_M = context_len + query_M
-    last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
-    end_tile = tl.cdiv(context_len + last_query + 1, TILE)
-    first_tile = 0
-    if WINDOW > 0:
-        first_tile = tl.maximum(context_len + first_query - WINDOW + 1, 0) // TILE
-    tiles_per_split = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
-    first_tile += split * tiles_per_split
-    end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
+    end_query = tl.minimum(first_query + BLOCK_Q, query_len)
+    first_tile, end_tile = tiles_of_split(
+        context_len, first_query, end_query, split, num_splits, TILE, WINDOW
+    )
 
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
@@ -256,8 +249,8 @@ def quantized_attention_kernel(
     acc_MD = tl.interleave(even_MX, odd_MX)
     row_of_out_M = token_M * (K * G) + head_M
     store_result(
-        out_ptr, acc_ptr, max_ptr, sum_ptr, row_of_out_M, d_D, is_row_M, is_d_D, split,
-        acc_MD, max_M, sum_M, D, NUM_SPLITS,
+        out_ptr, acc_ptr, max_ptr, sum_ptr, item, num_splits, row_of_out_M, row_M, d_D,
+        is_row_M, is_d_D, acc_MD, max_M, sum_M, K, D, BLOCK_M,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Launch configuration: how the attention kernel's work is divided between its programs.
+"""Launch configuration: the sizes of the attention kernel's programs, for any GPU.
 
 Plain arithmetic on shapes: it can be read, tested and drawn without a GPU and without Triton.
-It depends on the batch's shape alone, never on sequence lengths on the device: a captured
-graph stays right while its sequences grow, and the grid is known without waiting for the GPU.
+It depends on the batch's shape alone, never on sequence lengths on the device: a captured graph
+stays right while its sequences grow. Which program does what: work_list.py.
 
 Taught in notebooks/06_the_triton_kernel.ipynb. Sources: the unified Triton attention of vLLM;
 Flash-Decoding (Dao et al., 2023) for the splits.
@@ -10,7 +10,6 @@ Flash-Decoding (Dao et al., 2023) for the splits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,13 +39,12 @@ CHIPS = {  # by compute capability
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The sizes of one launch: rows, keys, programs."""
+    """The sizes of one launch: rows, keys, splits."""
 
     block_m: int  # rows of a program's products
     block_q: int  # query tokens of a program
     tile: int  # keys of one iteration
-    num_splits: int  # programs that share one query block's keys
-    grid: tuple[int, int, int]  # query blocks, KV heads, splits
+    num_splits: int  # programs that share one query block's keys, if lengths are not known
     num_warps: int
     num_stages: int
     # Of a thread; None: the compiler's choice. It may spill a few to fit one more program; but
@@ -56,7 +54,7 @@ class LaunchConfig:
     @property
     def variant(self) -> tuple[int | None, ...]:
         """What the compiler is told. Launches that are equal in it run the same code."""
-        sizes = (self.block_m, self.block_q, self.tile, self.num_splits)
+        sizes = (self.block_m, self.block_q, self.tile)
         return (*sizes, self.num_warps, self.num_stages, self.max_registers)
 
 
@@ -74,8 +72,8 @@ def choose_launch_config(
     """Choose the launch from shapes alone, never from sequence lengths on the device.
 
     Rows: as many as the longest query fills, from 16 (tl.dot's least) to max_rows and to what
-    the chip's registers hold (_sizes_on). Splits: only when all decode, and then enough for
-    two programs a multiprocessor, a power of two, at most MAX_SPLITS.
+    the chip's registers hold (_sizes_on). Splits: enough for two programs a multiprocessor, a
+    power of two, at most MAX_SPLITS; where lengths are known, they decide (balanced_work).
 
     Args:
         num_tokens, num_seqs, max_query_len: T, S, and the most query tokens of a sequence.
@@ -89,18 +87,15 @@ def choose_launch_config(
     rows = min(max_query_len * group, max_rows, sizes.max_rows)
     block_m = max(16, next_power_of_two(group), next_power_of_two(rows))
     block_q = block_m // group
-    num_splits = 1
-    if max_query_len == 1:
-        num_splits = next_power_of_two(cdiv(2 * chip.num_sms, num_seqs * num_kv_heads))
-    num_splits = min(num_splits, MAX_SPLITS)
+    num_query_blocks = max(num_seqs, num_tokens // block_q)  # at least
+    num_splits = next_power_of_two(cdiv(2 * chip.num_sms, num_query_blocks * num_kv_heads))
     num_warps = 8 if block_m >= sizes.rows_of_8_warps else 4
     has_matrix_units = chip.capability >= (8, 0) and itemsize < 4
     return LaunchConfig(
         block_m=block_m,
         block_q=block_q,
         tile=sizes.tile,
-        num_splits=num_splits,
-        grid=(num_tokens // block_q + num_seqs, num_kv_heads, num_splits),
+        num_splits=min(num_splits, MAX_SPLITS),
         num_warps=num_warps,
         num_stages=sizes.num_stages,
         max_registers=None if has_matrix_units and block_m in (16, 128) else 255,
@@ -138,35 +133,3 @@ def _sizes_on(chip: Chip, head_dim: int, itemsize: int) -> _Sizes:
         rows_of_8_warps=64,
         num_stages=num_stages,
     )
-
-
-def keys_of_program(
-    launch: LaunchConfig,
-    query_start_loc: Sequence[int],
-    seq_lens: Sequence[int],
-    query_block: int,
-    split: int = 0,
-    sliding_window: int | None = None,
-) -> tuple[int, int, int]:
-    """What one program reads, computed as the kernel does: (sequence, first key, end key).
-
-    Keys are positions; first == end for a program that reads nothing. It reads
-    2 * (end - first) * head_dim numbers of the cache: keys and values of one KV head.
-    """
-    owns = [start // launch.block_q + s for s, start in enumerate(query_start_loc[:-1])]
-    seq = max(s for s, first in enumerate(owns) if first <= query_block)
-    query_len = query_start_loc[seq + 1] - query_start_loc[seq]
-    first_query = (query_block - owns[seq]) * launch.block_q
-    if first_query >= query_len:
-        return seq, 0, 0
-    context_len = seq_lens[seq] - query_len
-    last_query = min(first_query + launch.block_q, query_len) - 1
-    end_tile = cdiv(context_len + last_query + 1, launch.tile)
-    first_tile = 0
-    if sliding_window is not None:
-        first_tile = max(context_len + first_query - sliding_window + 1, 0) // launch.tile
-    tiles_per_split = cdiv(end_tile - first_tile, launch.num_splits)
-    first_tile += split * tiles_per_split
-    end_tile = min(end_tile, first_tile + tiles_per_split)
-    end = min(end_tile * launch.tile, seq_lens[seq])
-    return seq, min(first_tile * launch.tile, end), end

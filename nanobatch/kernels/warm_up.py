@@ -5,8 +5,8 @@
     largest_steps    the steps that take the most memory, as plans
     blocks_beside    the blocks of KV cache that there is room for
 
-A variant is what the compiler sees of a launch: rows, keys of a tile, splits, warps. It follows
-from the shape of a batch (choose_launch_config), so the host looks through all shapes:
+A variant is what the compiler sees of a launch: rows, keys of a tile, warps. It follows from
+the shape of a batch (choose_launch_config), so the host looks through all shapes:
 
     T tokens, S sequences, longest query     1, 1, 1   2, 2, 1   5, 5, 1   16, 1, 16   90, 3, 64
     variant                                     a         b         b          c          d
@@ -20,6 +20,7 @@ Source: vLLM's profile run and its warm-up of kernels.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from torch import nn
 from nanobatch.batch import Batch, Row, pack
 from nanobatch.config import EngineConfig
 from nanobatch.kernels.kv_cache import KVCache
+from nanobatch.kernels.launch_config import LaunchConfig
 from nanobatch.kernels.ops import HAS_TRITON, Ops
 from nanobatch.plan import ScheduledRequest
 from nanobatch.request import Request, SamplingParams
@@ -109,16 +111,16 @@ def is_of_a_kernel(error: Exception) -> bool:
 
 def try_launches(
     ops: Ops,
-    variant_of: Callable[..., Hashable],
+    launch_of: Callable[..., LaunchConfig],
     layers: Sequence[nn.Module],
     caches: Sequence[KVCache],
     config: EngineConfig,
     dtype: torch.dtype,
 ) -> None:
-    """Run paged attention once for each variant and each kind of layer.
+    """Run paged attention once for each variant and each kind of layer, with splits to join.
 
     Args:
-        variant_of: the variant of a launch, by (T, S, longest query, H, K, D).
+        launch_of: a launch, by (T, S, longest query, H, K, D).
         layers: of the decoders. caches: one for each; block 0 is read.
         config: with max_model_len set. dtype: of the queries.
     """
@@ -128,10 +130,11 @@ def try_launches(
     device = caches[0].keys.device
     packed = functools.cache(lambda shape: shape.pack(config, device))
     for (H, (K, _, D), args), cache in kinds.items():
-        of_kind = functools.cache(lambda shape, sizes=(H, K, D): variant_of(*shape, *sizes))
-        for shape in shapes_to_try(of_kind, config):
+        of_kind = functools.cache(lambda shape, sizes=(H, K, D): launch_of(*shape, *sizes))
+        for shape in shapes_to_try(lambda shape, of=of_kind: of(shape).variant, config):
             q_THD = torch.zeros(shape.num_tokens, H, D, dtype=dtype, device=device)
-            ops.paged_attention(q_THD, cache, packed(shape), args)
+            launch = dataclasses.replace(of_kind(shape), num_splits=2)
+            ops.paged_attention(q_THD, cache, packed(shape), args, launch)
 
 
 def shapes_to_try(variant_of: Callable[[Shape], Hashable], config: EngineConfig) -> list[Shape]:

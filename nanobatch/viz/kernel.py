@@ -4,7 +4,7 @@
     bytes_of_programs    how much: one bar for each program, with and without splits
 
 Both draw the programs of one KV head; the other heads read the same positions of their own
-keys. What a program reads comes from launch_config.keys_of_program, computed as in the kernel.
+keys. What a program reads comes from work_list.keys_of_program, computed as in the kernel.
 
 Taught in notebooks/06_the_triton_kernel.ipynb.
 """
@@ -18,7 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanobatch.batch import Batch, Row, pack
-from nanobatch.kernels.launch_config import LaunchConfig, keys_of_program
+from nanobatch.kernels.launch_config import LaunchConfig
+from nanobatch.kernels.work_list import keys_of_program, query_blocks
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.viz.style import IDLE, INK, colour_of
 
@@ -37,12 +38,16 @@ def programs_of(
     batch: Batch, launch: LaunchConfig, sliding_window: int | None = None
 ) -> list[Program]:
     """The programs of one KV head, in order of query block and split."""
-    lens = batch.query_start_loc.tolist(), batch.seq_lens_S.tolist()
-    num_query_blocks, _, num_splits = launch.grid
+    starts, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens_S.tolist()
+    seq_of_block_X, _ = query_blocks(batch.query_start_loc.diff(), launch.block_q)
     return [
-        Program(block, split, *keys_of_program(launch, *lens, block, split, sliding_window))
-        for block in range(num_query_blocks)
-        for split in range(num_splits)
+        Program(
+            block,
+            split,
+            *keys_of_program(launch, starts, seq_lens, block, split, sliding_window),
+        )
+        for block in range(len(seq_of_block_X))
+        for split in range(launch.num_splits)
     ]
 
 
@@ -156,11 +161,7 @@ def _example() -> tuple[Batch, LaunchConfig, LaunchConfig]:
     lens, block_size = [(1, 41), (6, 22), (1, 9)], 4
     rows = [Row([0] * t, n - t, range(cdiv(n, block_size))) for t, n in lens]
     batch = pack(rows, block_size)
-    query_blocks = len(batch.token_ids_T) // 5 + len(lens)
-    launches = [
-        LaunchConfig(16, 5, 8, splits, (query_blocks, 1, splits), num_warps=4, num_stages=2)
-        for splits in (1, 4)
-    ]
+    launches = [LaunchConfig(16, 5, 8, splits, num_warps=4, num_stages=2) for splits in (1, 4)]
     return batch, *launches
 
 

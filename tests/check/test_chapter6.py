@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanobatch import check
-from nanobatch.kernels.launch_config import keys_of_program
+from nanobatch.kernels.work_list import keys_of_program
 from nanobatch.utils.arithmetic import cdiv
 from nanobatch.viz import kernel as viz
 
@@ -102,16 +102,20 @@ def test_messages_have_short_numbers():
 # ---- 6.2 -------------------------------------------------------------------------------
 
 
-def bytes_read(plan, query_start_loc, seq_lens, head_dim, itemsize):
+def num_blocks(plan, starts):
+    return sum(cdiv(starts[s + 1] - starts[s], plan.block_q) for s in range(len(starts) - 1))
+
+
+def bytes_read(plan, query_start_loc, seq_lens, num_kv_heads, head_dim, itemsize):
     keys = 0
-    for block in range(plan.grid[0]):
-        for split in range(plan.grid[2]):
+    for block in range(num_blocks(plan, query_start_loc)):
+        for split in range(plan.num_splits):
             _, first, end = keys_of_program(plan, query_start_loc, seq_lens, block, split)
             keys += end - first
-    return 2 * keys * plan.grid[1] * head_dim * itemsize
+    return 2 * keys * num_kv_heads * head_dim * itemsize
 
 
-def bytes_read_from_the_lengths(plan, query_start_loc, seq_lens, head_dim, itemsize):
+def bytes_read_from_the_lengths(plan, query_start_loc, seq_lens, num_kv_heads, *sizes):
     """Each query block reads whole tiles up to its last query, and no key past the end."""
     keys = 0
     for s, seq_len in enumerate(seq_lens):
@@ -120,27 +124,27 @@ def bytes_read_from_the_lengths(plan, query_start_loc, seq_lens, head_dim, items
             last = min(first + plan.block_q, query_len) - 1
             tiles = cdiv(seq_len - query_len + last + 1, plan.tile)
             keys += min(tiles * plan.tile, seq_len)
-    return 2 * keys * plan.grid[1] * head_dim * itemsize
+    return 2 * keys * num_kv_heads * sizes[0] * sizes[1]
 
 
 def half(*inputs):
     return bytes_read(*inputs) // 2
 
 
-def one_kv_head(plan, *inputs):
-    return bytes_read(plan, *inputs) // plan.grid[1]
+def one_kv_head(plan, starts, seq_lens, num_kv_heads, *sizes):
+    return bytes_read(plan, starts, seq_lens, 1, *sizes)
 
 
-def first_split_only(plan, query_start_loc, seq_lens, head_dim, itemsize):
+def first_split_only(plan, query_start_loc, seq_lens, num_kv_heads, head_dim, itemsize):
     keys = 0
-    for block in range(plan.grid[0]):
+    for block in range(num_blocks(plan, query_start_loc)):
         _, first, end = keys_of_program(plan, query_start_loc, seq_lens, block)
         keys += end - first
-    return 2 * keys * plan.grid[1] * head_dim * itemsize
+    return 2 * keys * num_kv_heads * head_dim * itemsize
 
 
-def each_key_once(plan, query_start_loc, seq_lens, head_dim, itemsize):
-    return 2 * sum(seq_lens) * plan.grid[1] * head_dim * itemsize
+def each_key_once(plan, query_start_loc, seq_lens, num_kv_heads, head_dim, itemsize):
+    return 2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize
 
 
 @pytest.mark.parametrize("answer", [bytes_read, bytes_read_from_the_lengths])
@@ -152,10 +156,10 @@ def test_bytes_that_are_right(answer, capsys):
 @pytest.mark.parametrize(
     "answer, message",
     [
-        (half, r"\[0, 1\], \[9\], 64, 2\) it gives 1152; right is 2304"),
-        (one_kv_head, r"\[9, 40\], 128, 2\) it gives 25088; right is 200704"),
+        (half, r"\[0, 1\], \[9\], 1, 64, 2\) it gives 1152; right is 2304"),
+        (one_kv_head, r"\[9, 40\], 8, 128, 2\) it gives 25088; right is 200704"),
         (first_split_only, r"num_splits=4.*\[200, 24, 9\]"),
-        (each_key_once, r"\[0, 12\], \[12\], 64, 2\)"),
+        (each_key_once, r"\[0, 12\], \[12\], 2, 64, 2\)"),
         (lambda *inputs: None, "it gives None"),
     ],
 )
@@ -172,7 +176,9 @@ def test_reads_have_a_row_for_each_program():
     for plan in (whole, split):
         ax = viz.reads_of_programs(batch, plan).axes[0]
         programs = viz.programs_of(batch, plan)
-        assert len(ax.get_yticks()) == len(programs) == plan.grid[0] * plan.grid[2]
+        assert (
+            len(ax.get_yticks()) == len(programs) == 4 * plan.num_splits
+        )  # 1 + 2 + 1 query blocks
         busy = [p for p in programs if p.end > p.first]
         drawn = [(b.get_x(), b.get_width()) for b in ax.patches[1::2]]
         assert drawn == [(p.first, p.end - p.first) for p in busy]

@@ -325,7 +325,7 @@ def test_triton_joins_splits_of_decodes(dtype):
     lens = [(1, 1), (1, 33), (1, 70)]
     q_THD, cache, batch = where_kernels_run(*written_case(dtype, lens=lens))
     for softcap in (None, 2.0):
-        launch = launch_of(len(lens), len(lens), 3, num_splits=4)
+        launch = launch_of(3, num_splits=4)
         found = attend("triton", q_THD, cache, batch, softcap=softcap, launch=launch)
         wanted = attend("torch", q_THD, cache, batch, softcap=softcap)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
@@ -345,7 +345,7 @@ def test_a_scale_that_is_no_number_reaches_the_output_of_its_sequence_alone(part
     for table, position in zip(batch.block_tables_SB.tolist(), positions, strict=False):
         getattr(cache, part)[table[position // 8], 1, position % 8] = torch.nan
     q_THD, cache, batch = where_kernels_run(q_THD, cache, batch)
-    launch = launch_of(len(lens), len(lens), 3, num_splits=num_splits)
+    launch = launch_of(3, num_splits=num_splits)
     found = attend("triton", q_THD, cache, batch, launch=launch)
     wanted = attend("torch", q_THD, cache, batch)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0, equal_nan=True)

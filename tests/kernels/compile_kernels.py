@@ -5,7 +5,7 @@
 
 Everything has a name, chip/format/kernel, and what matches one of the patterns is compiled, on
 all cores. The attention kernels' shapes are not listed here: they are those that the launch
-configuration chooses for any step. `llama3 16x64 split` takes 16 rows and 64 keys at a time.
+configuration chooses for any step. `llama3 16x64` takes 16 rows and 64 keys at a time.
 
 A script of its own, since Triton's interpreter must be off in the process that compiles.
 For each kernel it prints registers, stack, shared memory, and counts of what decides its speed:
@@ -55,6 +55,7 @@ INT_POINTERS = dict.fromkeys(
         "block_tables_ptr",
         "seq_lens_ptr",
         "query_start_ptr",
+        "work_ptr",
         "expert_ptr",
         "start_ptr",
         "end_ptr",
@@ -166,8 +167,7 @@ def _kernels(target: Target) -> Iterator[tuple[str, Kernel]]:
 
 
 def launches(shape: Shape, target: Target) -> dict[str, LaunchConfig]:
-    """Those that are chosen for any step. How many splits there are changes a shift: the most
-    stand for all."""
+    """Those that are chosen for any step. How many splits there are is not compiled in."""
     choose = choose_launch_config
     if target.cache in CACHES:
         choose = quantized_kernels.quantized_launch_config
@@ -176,13 +176,9 @@ def launches(shape: Shape, target: Target) -> dict[str, LaunchConfig]:
         for T in {S * longest, S - 1 + longest}:
             sizes = (T, S, longest, *shape[:3], ITEMSIZE[target.dtype])
             launch = choose(*sizes, CHIPS[target.capability])
-            launch = dataclasses.replace(launch, grid=(0, 0, 0))
-            name = f"{launch.block_m}x{launch.tile}" + " split" * (launch.num_splits > 1)
-            other = found.setdefault(name, launch)
-            if launch.num_splits > other.num_splits:
-                found[name] = launch
-            is_same = dataclasses.replace(launch, num_splits=other.num_splits) == other
-            assert is_same, f"two launches for {name}: {launch}, {other}"
+            launch = dataclasses.replace(launch, num_splits=1)
+            other = found.setdefault(f"{launch.block_m}x{launch.tile}", launch)
+            assert launch == other, f"two launches of these sizes: {launch}, {other}"
     return found
 
 
@@ -192,7 +188,7 @@ def attention(shape: Shape, launch: LaunchConfig, is_8: bool) -> Kernel:
         "K": K, "G": H // K, "D": D, "D_PAD": triton.next_power_of_2(D), "P": 16,
         "BLOCK_M": launch.block_m, "BLOCK_Q": launch.block_q, "TILE": launch.tile,
         "WINDOW": shape.window, "HAS_SOFTCAP": shape.has_softcap,
-        "NUM_SPLITS": launch.num_splits, "WIDEN": False,
+        "WIDEN": False,
     }  # fmt: skip
     options = {
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,
@@ -206,9 +202,9 @@ def attention(shape: Shape, launch: LaunchConfig, is_8: bool) -> Kernel:
 
 def other_kernels(target: Target) -> Iterator[tuple[str, Kernel]]:
     reduce = paged_attention_kernel.reduce_splits_kernel
-    for D, num_splits in product((64, 80, 128, 256), (2, MAX_SPLITS)):
-        sizes = {"D": D, "D_PAD": triton.next_power_of_2(D), "NUM_SPLITS": num_splits}
-        yield f"reduce {num_splits} splits d{D}", Kernel(reduce, sizes, {})
+    for D in (64, 80, 128, 256):
+        sizes = {"K": 8, "G": 4, "D": D, "D_PAD": triton.next_power_of_2(D)}
+        yield f"reduce splits d{D}", Kernel(reduce, sizes | {"MAX_SPLITS": MAX_SPLITS}, {})
     norm = elementwise_kernels.rms_norm_kernel
     for E, has_residual in product((128, 576, 4096, 16384), (False, True)):
         # 128: Qwen3, each of 32 heads

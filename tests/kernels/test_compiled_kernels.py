@@ -29,13 +29,13 @@ FORMATS_89 = [*FORMATS_80, *(f"{x}:fp8e4nv" for x in ("fp16", "bf16", "fp32"))]
 LACKS_FLOAT8 = "86/bf16:fp8e4nv/smollm2 16x*"
 # One chip's launches of one model, and of every chip the smallest and the largest.
 SHARE = [f"90/bf16/{x}" for x in ("llama3 *", "gemma2 64x*", "silu", "experts")]
-SHARE += ["90/bf16/reduce 64 splits d256", "90/bf16/rms norm 4096 residual"]
+SHARE += ["90/bf16/reduce splits d256", "90/bf16/rms norm 4096 residual"]
 SHARE += [f"75/fp16/{x}" for x in ("llama3 *", "d256 32x*", "experts")]
 SHARE += ["75/fp32/llama3 32x*", "75/fp32/d256 16x*", "75/fp16:i8/llama3 32x*"]
-SHARE += ["90/fp32/llama3 16x* split", "80/bf16:i8/llama3 *", "90/bf16:fp8e4nv/llama3 *"]
-SHARE += ["120/bf16:i8/d256 64x*", "90/bf16:i8/d80 16x* split", LACKS_FLOAT8]
+SHARE += ["90/fp32/llama3 16x*", "80/bf16:i8/llama3 *", "90/bf16:fp8e4nv/llama3 *"]
+SHARE += ["120/bf16:i8/d256 64x*", "90/bf16:i8/d80 16x*", LACKS_FLOAT8]
 for chip in (80, 86, 89, 90, 100, 120):
-    SHARE += [f"{chip}/bf16/{x}" for x in ("llama3 16x* split", "llama3 128x*", "d256 64x*")]
+    SHARE += [f"{chip}/bf16/{x}" for x in ("llama3 16x*", "llama3 128x*", "d256 64x*")]
 # What may spill: bytes of stack that a thread may have, and why.
 SPILLS: dict[str, tuple[int, str]] = {}
 

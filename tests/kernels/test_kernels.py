@@ -8,6 +8,7 @@ machine with a GPU the same tests run compiled, under -m gpu.
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,9 +20,14 @@ from nanobatch.kernels.launch_config import (
     Chip,
     LaunchConfig,
     choose_launch_config,
-    keys_of_program,
 )
 from nanobatch.kernels.ops import REFERENCE, AttentionArgs, apply_rope
+from nanobatch.kernels.work_list import (
+    balanced_work,
+    equal_work,
+    keys_of_item,
+    keys_of_program,
+)
 from nanobatch.utils.arithmetic import cdiv
 
 triton = pytest.importorskip("triton")
@@ -37,12 +43,8 @@ ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MIXED = [(1, 1), (1, 17), (5, 5), (3, 9), (1, 33), (17, 20)]  # (query tokens, keys)
 
 
-def launch_of(
-    num_tokens, num_seqs, group, *, num_kv_heads=2, block_m=16, tile=16, num_splits=1
-):
-    block_q = block_m // group
-    grid = (num_tokens // block_q + num_seqs, num_kv_heads, num_splits)
-    return LaunchConfig(block_m, block_q, tile, num_splits, grid, num_warps=4, num_stages=2)
+def launch_of(group, *, block_m=16, tile=16, num_splits=1):
+    return LaunchConfig(block_m, block_m // group, tile, num_splits, num_warps=4, num_stages=2)
 
 
 def case(lens, *, K=2, G=3, D=64, P=4, dtype=torch.float32, seed=0):
@@ -87,21 +89,21 @@ def compare(q_THD, k_cache, v_cache, batch, launch=None, equal_nan=False, **how)
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 80), (4, 96), (7, 128), (8, 64)])
 def test_group_sizes_head_dims_and_dtypes(group, head_dim, dtype):
     args = case(MIXED, G=group, D=head_dim, dtype=dtype)
-    compare(*args, launch=launch_of(len(args[0]), len(MIXED), group))
+    compare(*args, launch=launch_of(group))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64, 256])
 def test_block_sizes_around_the_tile(block_size):
     lens = [(1, n) for n in (1, block_size - 1, block_size, block_size + 1) if 0 < n < 70]
     args = case(lens + [(9, 9)], P=block_size)
-    compare(*args, launch=launch_of(len(args[0]), len(lens) + 1, 3, tile=16))
+    compare(*args, launch=launch_of(3, tile=16))
 
 
 @pytest.mark.parametrize("tile", [16, 32, 64])
 @pytest.mark.parametrize("block_m", [16, 32, 64])
 def test_launches_of_any_size(block_m, tile):
     args = case(MIXED)
-    compare(*args, launch=launch_of(len(args[0]), len(MIXED), 3, block_m=block_m, tile=tile))
+    compare(*args, launch=launch_of(3, block_m=block_m, tile=tile))
 
 
 @pytest.mark.parametrize("num_splits", [2, 4, 16])
@@ -111,7 +113,7 @@ def test_splits_and_empty_splits(num_splits, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     args = case(MIXED)
-    compare(*args, launch=launch_of(len(args[0]), len(MIXED), 3, num_splits=num_splits))
+    compare(*args, launch=launch_of(3, num_splits=num_splits))
 
 
 NANS = [(torch.nan, position) for position in (1, 20, 39)]  # first split, between, last split
@@ -140,7 +142,7 @@ def test_what_is_not_a_number_reaches_the_output_of_its_sequence_alone(num_split
     q_THD[-2, :, 5] = 1.0
     k_cache[tables[-2][2:4], 0, :, 5] = -torch.inf
     v_cache[tables[-2][2], 0, 3, 7] = torch.nan
-    launch = launch_of(len(lens), len(lens), 3, num_kv_heads=1, num_splits=num_splits)
+    launch = launch_of(3, num_splits=num_splits)
     compare(q_THD, k_cache, v_cache, batch, launch, equal_nan=True)
 
 
@@ -156,7 +158,7 @@ def test_a_sequence_without_keys_gets_zeros(num_splits, window):
     wanted[2:] = 0
     batch.seq_lens_S[2:] = 0
     batch.block_tables_SB[2:] = 10**6  # not even looked at
-    launch = launch_of(4, 4, 3, num_splits=num_splits)
+    launch = launch_of(3, num_splits=num_splits)
     found = attend(q_THD, k_cache, v_cache, batch, launch, scale=0.1, sliding_window=window)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     assert keys_of_program(launch, range(5), [17, 5, 0, 0], 2, 0, window)[1:] == (0, 0)
@@ -167,7 +169,7 @@ def test_a_sequence_without_keys_gets_zeros(num_splits, window):
 def test_sliding_window(window, num_splits):
     lens = [(1, n) for n in (window - 1, window, window + 1, 33) if n > 0] + [(7, 21), (4, 4)]
     args = case(lens)
-    launch = launch_of(len(args[0]), len(lens), 3, num_splits=num_splits)
+    launch = launch_of(3, num_splits=num_splits)
     compare(*args, launch=launch, sliding_window=window)
 
 
@@ -176,7 +178,7 @@ def test_sliding_window(window, num_splits):
 def test_scores_far_from_zero(num_splits, sign):
     """Around +-300: exp of none of them is a float32."""
     q_THD, k_cache, v_cache, batch = case(MIXED)
-    launch = launch_of(len(q_THD), len(MIXED), 3, num_splits=num_splits)
+    launch = launch_of(3, num_splits=num_splits)
     q_THD, k_cache = sign * q_THD.abs(), k_cache.abs()
     found = attend(q_THD, k_cache, v_cache, batch, launch, scale=8.0)
     wanted = attention.paged_attention(
@@ -187,7 +189,7 @@ def test_scores_far_from_zero(num_splits, sign):
 
 def test_softcap_and_scale():
     args = case(MIXED)
-    compare(*args, launch=launch_of(len(args[0]), len(MIXED), 3), softcap=2.0, scale=0.3)
+    compare(*args, launch=launch_of(3), softcap=2.0, scale=0.3)
 
 
 def test_the_launch_it_chooses_itself():
@@ -263,13 +265,12 @@ def test_launch_config_by_hand():
     # 64 decodes, group 4: 16 rows are 4 tokens; 512 programs fill 132 SMs twice: no split
     launch = choose_launch_config(64, 64, 1, 32, 8, 128, 2, chip=H200)
     assert (launch.block_m, launch.block_q, launch.tile, launch.num_splits) == (16, 4, 64, 1)
-    assert launch.grid == (64 // 4 + 64, 8, 1)
     # one decode: 8 programs; 264 wanted: 33 times as many, so 64, which is the most
     assert choose_launch_config(1, 1, 1, 32, 8, 128, 2, H200).num_splits == 64
     assert choose_launch_config(1, 1, 1, 8, 1, 128, 2, H200).num_splits == 64
     # 16 decodes: 128 programs; 264 wanted: 3 times, so 4
     assert choose_launch_config(16, 16, 1, 32, 8, 128, 2, H200).num_splits == 4
-    # a prompt: 128 rows of 32 tokens, never split
+    # a prompt: 128 rows of 32 tokens, 64 query blocks: no split
     launch = choose_launch_config(2048, 1, 2048, 32, 8, 128, 2, H200)
     assert (launch.block_m, launch.block_q, launch.num_splits) == (128, 32, 1)
     assert (launch.tile, launch.num_warps, launch.num_stages) == (64, 8, 3)
@@ -319,37 +320,140 @@ def test_the_chip_of_a_device(monkeypatch):
     assert chip_of(torch.device("cpu")).num_sms == 1
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+def needed_tiles(lens, block_q, tile, window):
+    """{(sequence, first query): tiles that a query of this block sees a key of}, one by one."""
+    needed = {}
+    for seq, (query_len, seq_len) in enumerate(lens):
+        for query in range(query_len):
+            last = seq_len - query_len + query
+            first = 0 if window is None else max(0, last - window + 1)
+            tiles = needed.setdefault((seq, query // block_q * block_q), set())
+            tiles |= {key // tile for key in range(first, last + 1)}
+    return needed
+
+
 @pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("num_splits", [1, 4, None])
 def test_programs_read_each_key_they_need(num_splits, window):
-    """Over all programs of a sequence's query block: each visible tile once, no other."""
+    """Over all items of a query block: each tile that it needs once, no other; whole tiles,
+    but for the sequence's end. None: as many splits as balance the work."""
     lens = [(1, 1), (1, 65), (40, 40), (7, 100), (1, 300)]
-    T, group = sum(t for t, _ in lens), 3
-    launch = launch_of(T, len(lens), group, num_splits=num_splits)
-    starts = [sum(t for t, _ in lens[:i]) for i in range(len(lens) + 1)]
-    seq_lens = [n for _, n in lens]
-    tokens_done = [0] * len(lens)
-    for block in range(launch.grid[0]):
-        reads = [
-            keys_of_program(launch, starts, seq_lens, block, s, window)
-            for s in range(num_splits)
-        ]
-        seq = reads[0][0]
-        keys = sorted(k for _, first, end in reads for k in range(first, end))
-        assert len(keys) == len(set(keys)), "a key is read twice"
-        query_len, seq_len = lens[seq]
-        first_query = tokens_done[seq]
-        if not keys:
-            assert first_query >= query_len
-            continue
-        last_query = min(first_query + launch.block_q, query_len) - 1
-        tokens_done[seq] += launch.block_q
-        context = seq_len - query_len
-        oldest = 0 if window is None else max(0, context + first_query - window + 1)
-        first_tile, last_tile = oldest // launch.tile, (context + last_query) // launch.tile
-        end = min((last_tile + 1) * launch.tile, seq_len)
-        assert keys == list(range(first_tile * launch.tile, end))
-    assert all(done >= n for done, (n, _) in zip(tokens_done, lens, strict=True))
+    launch = launch_of(3, num_splits=num_splits or 1)
+    query_lens, seq_lens = (np.array(x) for x in zip(*lens, strict=True))
+    if num_splits is None:
+        chip = H200._replace(num_sms=4)
+        work = balanced_work(launch, query_lens, seq_lens, 2, chip, window)
+    else:
+        work = equal_work(launch, query_lens)
+    found = {}
+    for item in work.items_W4.tolist():
+        seq, first_query = item[:2]
+        first, end = keys_of_item(launch, item, *lens[seq], window)
+        tiles = found.setdefault((seq, first_query), [])
+        if end > first:
+            assert first % launch.tile == 0 and (end % launch.tile == 0 or end == lens[seq][1])
+            tiles += range(first // launch.tile, cdiv(end, launch.tile))
+    needed = needed_tiles(lens, launch.block_q, launch.tile, window)
+    assert found == {block: sorted(tiles) for block, tiles in needed.items()}
+    is_split = [item[3] > 1 for item in work.items_W4.tolist()]
+    assert is_split == sorted(is_split, reverse=True) and sum(is_split) == work.num_parts
+    if num_splits is None:
+        assert 0 < work.num_parts < len(is_split) or window is not None
+    else:
+        starts = [0, *query_lens.cumsum().tolist()]
+        for i, item in enumerate(work.items_W4.tolist()):
+            program = keys_of_program(launch, starts, seq_lens, *divmod(i, num_splits), window)
+            wanted = keys_of_item(launch, item, *lens[item[0]], window)
+            assert program == (item[0], *wanted)
+
+
+def plan_of(lens, K, chip=H200, **sizes):
+    """The launches of a step with 32 query heads of 128 in bfloat16, from lengths alone."""
+    rows = [Row([0] * t, n - t, [0] * cdiv(n, 256)) for t, n in lens]
+    sizes = {"H": 32, "K": K, "D": 128, "itemsize": 2, "chip": chip} | sizes
+    return triton_ops.plan(pack(rows, 256), **sizes)
+
+
+def tiles_of(launch, lens):
+    """(item, tiles that it reads) for all of a launch, in its order."""
+    for item in launch.work.tolist():
+        first, end = keys_of_item(launch.config, item, *lens[item[0]])
+        yield item, cdiv(end - first, launch.config.tile)
+
+
+@pytest.mark.parametrize("K", [8, 32])
+@pytest.mark.parametrize(
+    "others",
+    [[(2048, 2048)], [(5, 1000)] * 8, [(1, 1000)] * 7 + [(2048, 9000)], []],
+    ids=["prefill", "drafts", "decodes and a chunk", "alone"],
+)
+def test_a_long_decode_is_split_whatever_it_shares_the_step_with(others, K):
+    """A decode of 32,768 keys is 512 tiles; no program may run more than 16 of them, at 132
+    multiprocessors. Each sequence is in one launch, and memory for partial results is small."""
+    lens = [(1, 32_768), *others]
+    launches = plan_of(lens, K)
+    assert len(launches) == (2 if any(t > 100 for t, _ in others) else 1)
+    (first, *_), seen = launches, set()
+    of_it = [tiles for item, tiles in tiles_of(first, lens) if item[0] == 0]
+    assert max(of_it) <= 16 and sum(of_it) == 512
+    for launch in launches:
+        seqs = {item[0] for item in launch.work.tolist()}
+        assert seen.isdisjoint(seqs)
+        seen |= seqs
+        assert sum(x.numel() for x in launch.parts) * 4 <= 40e6
+    assert seen == set(range(len(lens)))
+
+
+def test_a_prefill_takes_the_longest_pieces_first():
+    """The last query blocks of a prompt read the most keys; a short one is not split."""
+    lens = [(1, 40), (600, 600), (2048, 4096)]
+    few, many = plan_of(lens, 8)
+    assert {item[0] for item in many.work.tolist()} == {1, 2} and few.config.block_m == 16
+    found = [(item, tiles) for item, tiles in tiles_of(many, lens) if item[3] == 1]
+    assert [tiles for _, tiles in found] == sorted((t for _, t in found), reverse=True)
+    assert found[-1][1] == 1 and {item[3] for item in few.work.tolist()} == {1}
+    # a chunk that continues a long prompt has few query blocks: split
+    (chunk,) = plan_of([(128, 32_768)], 8)
+    assert (
+        chunk.num_parts == len(chunk.work)
+        and max(t for _, t in tiles_of(chunk, [(128, 32_768)])) < 80
+    )
+
+
+def test_work_that_fills_the_chip_is_not_split():
+    assert [launch.num_parts for launch in plan_of([(1, 1000)] * 256, 32)] == [0]
+    assert [launch.num_parts for launch in plan_of([(2048, 2048)] * 4, 8)] == [0]
+    assert [launch.num_parts for launch in plan_of([(1, 200)], 8)] == [0]  # and what is tiny
+
+
+def test_a_captured_step_is_planned_from_its_shape():
+    """What the host knows of lengths changes nothing there, and nothing comes from the host."""
+    batch = pack([Row([0], n - 1, [0] * 40) for n in (600, 3)], 16)
+    batch.derived = {"max_query_len": 1}
+    sizes = {
+        "H": 8,
+        "K": 2,
+        "D": 64,
+        "itemsize": 2,
+        "chip": H200._replace(num_sms=3),
+        "window": None,
+    }
+    (launch,) = triton_ops.plan(batch, **sizes)
+    wanted = equal_work(launch.config, [1, 1])
+    assert launch.config.num_splits == 2 and launch.num_parts == wanted.num_parts == 4
+    assert launch.work.tolist() == wanted.items_W4.tolist() and launch.work.dtype == torch.int32
+    (again,) = triton_ops.plan(batch, **sizes)
+    assert again.work.data_ptr() == launch.work.data_ptr()  # a graph keeps reading it
+
+
+def test_few_variants_are_compiled():
+    """One for each number of rows, whatever the lengths and the number of sequences."""
+    variants = {
+        choose_launch_config(S * n, S, n, 32, 8, 128, 2, H200).variant
+        for S in (1, 7, 64)
+        for n in range(1, 300)
+    }
+    assert sorted(variant[0] for variant in variants) == [16, 32, 64, 128]
 
 
 # ---- elementwise -----------------------------------------------------------------------

@@ -64,11 +64,7 @@ class Task(NamedTuple):
         """The launch with other sizes, and what follows from them."""
         H, K, _ = self.shape
         launch = replace(launch, **sizes)
-        block_q = launch.block_m // (H // K)
-        if not hasattr(launch, "grid"):
-            return replace(launch, block_q=block_q)
-        num_blocks = self.num_seqs * self.query_len // block_q + self.num_seqs
-        return replace(launch, block_q=block_q, grid=(num_blocks, K, launch.num_splits))
+        return replace(launch, block_q=launch.block_m // (H // K))
 
 
 def variants(
