@@ -70,6 +70,7 @@ from nanobatch.kernels.triton_ops import TritonOps, dense_heads
 from nanobatch.kernels.warm_up import try_launches
 from nanobatch.kernels.work_list import Work, balanced_work, equal_work
 from nanobatch.utils.arithmetic import next_power_of_two
+from nanobatch.utils.transfer import staged
 
 LOG2_E = math.log2(math.e)
 SHORT_ROWS = 32  # sequences whose query tokens fill no more rows are launched by themselves
@@ -425,8 +426,8 @@ class TritonBackend(TritonOps):
 
 
 def _on(device: torch.device, work: Work) -> Tensor:
-    """The work list on the device."""
-    return torch.from_numpy(work.items_W4).to(device, non_blocking=True)
+    """The work list on the device, without waiting for it."""
+    return staged(torch.from_numpy(work.items_W4), device).to(device, non_blocking=True)
 
 
 def _launch_of(
