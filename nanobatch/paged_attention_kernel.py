@@ -73,6 +73,7 @@ from nanobatch.utils.arithmetic import next_power_of_two
 from nanobatch.utils.transfer import staged
 
 LOG2_E = math.log2(math.e)
+REDUCE_WARPS = 8  # 64 splits of heads of 256 are too many numbers for 4
 SHORT_ROWS = 32  # sequences whose query tokens fill no more rows are launched by themselves
 
 
@@ -365,7 +366,7 @@ class TritonBackend(TritonOps):
             if num_parts:
                 reduce_splits_kernel[num_parts, K](
                     out_THD, *parts, batch.query_start_loc, work, config.block_m,
-                    config.block_q, **heads, MAX_SPLITS=MAX_SPLITS,
+                    config.block_q, **heads, MAX_SPLITS=MAX_SPLITS, num_warps=REDUCE_WARPS,
                 )  # fmt: skip
         return out_THD
 

@@ -204,7 +204,9 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Kernel]]:
     reduce = paged_attention_kernel.reduce_splits_kernel
     for D in (64, 80, 128, 256):
         sizes = {"K": 8, "G": 4, "D": D, "D_PAD": triton.next_power_of_2(D)}
-        yield f"reduce splits d{D}", Kernel(reduce, sizes | {"MAX_SPLITS": MAX_SPLITS}, {})
+        sizes["MAX_SPLITS"] = MAX_SPLITS
+        options = {"num_warps": paged_attention_kernel.REDUCE_WARPS}
+        yield f"reduce splits d{D}", Kernel(reduce, sizes, options)
     norm = elementwise_kernels.rms_norm_kernel
     for E, has_residual in product((128, 576, 4096, 16384), (False, True)):
         # 128: Qwen3, each of 32 heads
