@@ -354,6 +354,29 @@ def test_a_scale_that_is_no_number_reaches_the_output_of_its_sequence_alone(part
 
 
 @pytest.mark.kernels
+def test_triton_splits_a_long_decode_beside_a_prompt(monkeypatch):
+    """On two multiprocessors: the sequences of such a step have launches of their own."""
+    pytest.importorskip("triton")
+    from nanobatch import paged_attention_kernel as kernels
+    from nanobatch.kernels.launch_config import CHIPS
+
+    chip = CHIPS[80]._replace(num_sms=2)
+    monkeypatch.setattr(kernels, "chip_of", lambda device: chip)
+    monkeypatch.setattr("nanobatch.kernels.work_list.ROWS_PER_SM", 64)
+    lens = [(1, 300), (30, 45), (1, 7), (3, 130)]
+    q_THD, cache, batch = where_kernels_run(*written_case(torch.int8, P=16, lens=lens))
+    backend = QuantizedCache.backend_for(choose_backend("triton", q_THD.device, 16))
+    launches = backend.plan(batch, 6, 2, 64, q_THD.element_size(), chip, None)
+    splits = {item[0]: item[3] for launch in launches for item in launch.work.tolist()}
+    assert len(launches) == 2 and sorted(splits) == [0, 1, 2, 3]
+    assert splits[0] > 1 and splits[2] == 1
+    assert {launch.config.tile for launch in launches} == {16}  # float32 here: its own choice
+    found = attend("triton", q_THD, cache, batch)
+    wanted = attend("torch", q_THD, cache, batch)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.kernels
 @formats
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 80), (4, 64)])
 def test_triton_writes_what_torch_does(group, head_dim, dtype):
