@@ -149,6 +149,7 @@ MUTATIONS = {
     "badges-open-the-solutions": Mutation("check/student.py", "/blob/main/notebooks/student/{name}", "/blob/main/notebooks/{name}", "tests/check/test_notebooks.py"),
     # ---- a cache in 8 bits
     "values-without-their-scale": Mutation("extensions/quantized_kernels.py", "        p_ML *= v_scale_L[None, :]  # after the sum: it belongs to the values\n", "", "tests/extensions/test_kv_cache.py"),
+    "one-tile-in-flight": Mutation("paged_attention_kernel.py", "    for _ in range(first_tile, end_tile):\n        is_key_L = pos_L < seq_len\n", "    for _ in range(first_tile, end_tile):\n        is_key_L = pos_L < seq_len\n        block_L = tl.load(table_ptr + pos_L // P, mask=is_key_L, other=0)\n", "tests/kernels/test_compiled_kernels.py"),
     "one-tile-in-flight-of-8-bits": Mutation("extensions/quantized_kernels.py", "    for _ in range(first_tile, end_tile):\n        is_key_L = pos_L < seq_len\n", "    for _ in range(first_tile, end_tile):\n        is_key_L = pos_L < seq_len\n        block_L = tl.load(table_ptr + pos_L // P, mask=is_key_L, other=0)\n", "tests/kernels/test_compiled_kernels.py"),
     "tiles-of-a-large-chip-on-all": Mutation("kernels/launch_config.py", "(2 if takes_from_shared_memory else 1)", "2", "tests/kernels/test_compiled_kernels.py"),
     "experts-spill-without-matrix-units": Mutation("kernels/grouped_matmul.py", "return 4 if capability >= (8, 0) else 8", "return 4", "tests/kernels/test_compiled_kernels.py"),
