@@ -35,7 +35,7 @@ loaded too; so the loop carries the block ids of the next tile:
 *Split-KV*: where the work would not fill the GPU, a sequence's tiles are cut into several runs.
 Each is a program, which writes its (acc, m, l), and `reduce_splits_kernel` joins them. Which
 program takes what is listed once a batch, on the host (work_list.py), in one list for sequences
-with few query tokens (decodes, drafts) and one for the others, whose programs have more rows.
+with few query tokens (decodes, drafts) and one for the others (launch_plan.py).
 
 Always holds (invariants 14 and 16): what lies in slots past a sequence's end is not loaded;
 block ids are widened to 64 bits before they are multiplied.
@@ -48,7 +48,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -65,16 +64,14 @@ from nanobatch.kernels.launch_config import (
     LaunchConfig,
     choose_launch_config,
 )
+from nanobatch.kernels.launch_plan import LaunchPlanner
 from nanobatch.kernels.ops import AttentionArgs
 from nanobatch.kernels.triton_ops import TritonOps, dense_heads
 from nanobatch.kernels.warm_up import try_launches
-from nanobatch.kernels.work_list import Work, balanced_work, equal_work
 from nanobatch.utils.arithmetic import next_power_of_two
-from nanobatch.utils.transfer import staged
 
 LOG2_E = math.log2(math.e)
 REDUCE_WARPS = 8  # 64 splits of heads of 256 are too many numbers for 4
-SHORT_ROWS = 32  # sequences whose query tokens fill no more rows are launched by themselves
 
 
 @triton.jit
@@ -296,20 +293,11 @@ def reduce_splits_kernel(
         )
 
 
-class Launch(NamedTuple):
-    """One launch of the kernel: the work of its programs, and memory for partial results."""
-
-    config: LaunchConfig
-    work: Tensor  # int32 [items, 4]
-    num_parts: int  # items that are split, the first of the list
-    parts: list[Tensor]  # acc, max, sum
-
-
 class TritonBackend(TritonOps):
     """Triton's operations, and paged attention by the kernels above."""
 
     def __init__(self):
-        self._items: dict[tuple, Tensor] = {}
+        self.planner = LaunchPlanner(self.launch_config)
 
     def warm_up(
         self,
@@ -344,7 +332,7 @@ class TritonBackend(TritonOps):
         sizes = (H, K, D, q_THD.element_size())
         launches = batch.once(
             (type(self), *sizes, window, launch),
-            lambda: self.plan(batch, *sizes, chip_of(device), window, launch),
+            lambda: self.planner.plan(batch, *sizes, chip_of(device), window, launch),
         )
         q_THD = dense_heads(q_THD)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -370,53 +358,6 @@ class TritonBackend(TritonOps):
                 )  # fmt: skip
         return out_THD
 
-    def plan(
-        self,
-        batch: Batch,
-        H: int,
-        K: int,
-        D: int,
-        itemsize: int,
-        chip: Chip,
-        window: int | None = None,
-        launch: LaunchConfig | None = None,
-    ) -> list[Launch]:
-        """What to launch for a batch: sequences with few query tokens, then the others; or all
-        with the launch that is given."""
-        sizes, device = (H, K, D, itemsize, chip), batch.seq_lens_S.device
-        if launch is not None:
-            work = equal_work(launch, batch.lens[0])
-            return [_launch_of(launch, _on(device, work), work.num_parts, K, D)]
-        is_captured = not batch.has_lens and batch.max_query_len == 1
-        if is_captured:  # its shape is all that the host knows
-            S = len(batch.seq_lens_S)
-            config = self.launch_config(S, S, 1, *sizes)
-            items = self._decodes(S, config.num_splits, device)
-            return [_launch_of(config, items, len(items) * (config.num_splits > 1), K, D)]
-        query_lens_S, seq_lens_S = batch.lens
-        is_short_S = query_lens_S * (H // K) <= max(SHORT_ROWS, H // K)
-        launches = []
-        for seqs in (is_short_S.nonzero()[0], (~is_short_S).nonzero()[0]):
-            if len(seqs) > 0:
-                lens = query_lens_S[seqs], seq_lens_S[seqs]
-                shape = int(lens[0].sum()), len(seqs), int(lens[0].max())
-                config = self.launch_config(*shape, *sizes)
-                work = balanced_work(config, *lens, K, chip, window).of(seqs)
-                launches.append(_launch_of(config, _on(device, work), work.num_parts, K, D))
-        return launches
-
-    def _decodes(self, num_seqs: int, num_splits: int, device: torch.device) -> Tensor:
-        """The items of equal_work for so many decodes, made on the device. They are kept: a
-        captured graph reads them at each replay."""
-        key = (num_seqs, num_splits, device)
-        if key not in self._items:
-            item_W = torch.arange(num_seqs * num_splits, dtype=torch.int32, device=device)
-            seq_W, split_W = item_W // num_splits, item_W % num_splits
-            columns = [seq_W, torch.zeros_like(seq_W), split_W]
-            columns.append(torch.full_like(seq_W, num_splits))
-            self._items[key] = torch.stack(columns, dim=1)
-        return self._items[key]
-
     def kernel(self):
         """The kernel that takes the cache's parts."""
         return paged_attention_kernel
@@ -424,21 +365,6 @@ class TritonBackend(TritonOps):
     def launch_config(self, *sizes: int | Chip) -> LaunchConfig:
         """Its launch; sizes: see choose_launch_config."""
         return choose_launch_config(*sizes)
-
-
-def _on(device: torch.device, work: Work) -> Tensor:
-    """The work list on the device, without waiting for it."""
-    return staged(torch.from_numpy(work.items_W4), device).to(device, non_blocking=True)
-
-
-def _launch_of(
-    config: LaunchConfig, items_W4: Tensor, num_parts: int, K: int, D: int
-) -> Launch:
-    """With memory for the partial results of the items that are split."""
-    rows = (num_parts, K, config.block_m)
-    shapes, device = ((*rows, D), rows, rows), items_W4.device
-    parts = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
-    return Launch(config, items_W4, num_parts, parts)
 
 
 def chip_of(device: torch.device) -> Chip:

@@ -310,7 +310,7 @@ MUTATIONS = {
     "embedding-multiplier-in-float32": Mutation("models/variants.py", "x_TE.new_full((), self.multiplier)", "self.multiplier", "tests/models/test_models.py"),
     "mixed-step-splits-nothing": Mutation("kernels/work_list.py", "cdiv(tiles_X, share).clip(1, MAX_SPLITS)", "cdiv(tiles_X, share).clip(1, 1 if query_lens_S.max() > 1 else MAX_SPLITS)", "tests/kernels/test_kernels.py"),
     "work-shortest-first": Mutation("kernels/work_list.py", "np.lexsort((-tiles_X, splits_X == 1))", "np.lexsort((tiles_X, splits_X == 1))", "tests/kernels/test_kernels.py"),
-    "decodes-join-the-prompts": Mutation("paged_attention_kernel.py", "<= max(SHORT_ROWS, H // K)", "<= 0", "tests/kernels/test_kernels.py"),
+    "decodes-join-the-prompts": Mutation("kernels/launch_plan.py", "<= max(SHORT_ROWS, H // K)", "<= 0", "tests/kernels/test_kernels.py"),
     "group-does-not-fit-its-rows": Mutation("kernels/launch_config.py", "max(16, next_power_of_two(group), next_power_of_two(rows))", "max(16, next_power_of_two(rows))", "tests/kernels/test_kernels.py"),
     # ---- lengths, figures, checks, workload
     "longest-is-forgotten": Mutation("policies/lengths.py", "bisect.bisect_left(self._lengths, self._recent[0])", "-1", "tests/policies/test_policy.py"),

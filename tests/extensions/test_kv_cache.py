@@ -366,7 +366,7 @@ def test_triton_splits_a_long_decode_beside_a_prompt(monkeypatch):
     lens = [(1, 300), (30, 45), (1, 7), (3, 130)]
     q_THD, cache, batch = where_kernels_run(*written_case(torch.int8, P=16, lens=lens))
     backend = QuantizedCache.backend_for(choose_backend("triton", q_THD.device, 16))
-    launches = backend.plan(batch, 6, 2, 64, q_THD.element_size(), chip, None)
+    launches = backend.planner.plan(batch, 6, 2, 64, q_THD.element_size(), chip, None)
     splits = {item[0]: item[3] for launch in launches for item in launch.work.tolist()}
     assert len(launches) == 2 and sorted(splits) == [0, 1, 2, 3]
     assert splits[0] > 1 and splits[2] == 1

@@ -14,6 +14,7 @@ import torch
 
 from nanobatch import LLM, SamplingParams, attention
 from nanobatch.batch import Row, pack
+from nanobatch.kernels import work_list
 from nanobatch.kernels.kv_cache import KVCache
 from nanobatch.kernels.launch_config import (
     CHIPS,
@@ -194,8 +195,17 @@ def test_softcap_and_scale():
 
 def test_the_launch_it_chooses_itself():
     compare(*case(MIXED))
-    compare(*case([(1, 70), (1, 9)]))  # all decode: split
     compare(*case([(1, 5)], K=1, G=5))
+
+
+def test_decodes_that_are_split_beside_a_prompt(monkeypatch):
+    """Two launches, each with work that is split and work that is not; fine splits, for speed."""
+    monkeypatch.setattr(work_list, "MIN_TILES", 1)
+    monkeypatch.setattr(work_list, "ROWS_PER_SM", 4096)
+    args = case([(1, 140), (12, 70), (1, 9), (3, 70), (20, 20)], K=1)
+    compare(*args)
+    (launches,) = (x for x in args[-1].derived.values() if isinstance(x, list))
+    assert [0 < launch.num_parts < len(launch.work) for launch in launches] == [True, True]
 
 
 def test_queries_that_are_a_slice_of_a_wider_tensor():
@@ -371,7 +381,7 @@ def plan_of(lens, K, chip=H200, **sizes):
     """The launches of a step with 32 query heads of 128 in bfloat16, from lengths alone."""
     rows = [Row([0] * t, n - t, [0] * cdiv(n, 256)) for t, n in lens]
     sizes = {"H": 32, "K": K, "D": 128, "itemsize": 2, "chip": chip} | sizes
-    return triton_ops.plan(pack(rows, 256), **sizes)
+    return triton_ops.planner.plan(pack(rows, 256), **sizes)
 
 
 def tiles_of(launch, lens):
@@ -438,12 +448,28 @@ def test_a_captured_step_is_planned_from_its_shape():
         "chip": H200._replace(num_sms=3),
         "window": None,
     }
-    (launch,) = triton_ops.plan(batch, **sizes)
+    (launch,) = triton_ops.planner.plan(batch, **sizes)
     wanted = equal_work(launch.config, [1, 1])
     assert launch.config.num_splits == 2 and launch.num_parts == wanted.num_parts == 4
     assert launch.work.tolist() == wanted.items_W4.tolist() and launch.work.dtype == torch.int32
-    (again,) = triton_ops.plan(batch, **sizes)
+    (again,) = triton_ops.planner.plan(batch, **sizes)
     assert again.work.data_ptr() == launch.work.data_ptr()  # a graph keeps reading it
+
+
+def test_layers_share_a_plan(monkeypatch):
+    """The host lists the work once a batch; another window or another step is another list."""
+    q_THD, k_cache, v_cache, batch = case([(1, 5), (2, 3)], K=1, D=16)
+    planned, plan = [], triton_ops.planner.plan
+    monkeypatch.setattr(triton_ops.planner, "plan", lambda *a: planned.append(a[6]) or plan(*a))
+    for window in (None, 2, None, 2):
+        compare(q_THD, k_cache, v_cache, batch, sliding_window=window)
+    assert planned == [None, 2]
+
+
+def test_tokens_of_no_sequence_get_zeros():
+    q_THD, k_cache, v_cache, batch = case([(1, 5), (2, 3)], K=1, D=16)
+    more = torch.cat([q_THD, torch.full_like(q_THD, torch.nan)])
+    compare(more, k_cache, v_cache, batch)
 
 
 def test_few_variants_are_compiled():
