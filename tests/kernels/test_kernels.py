@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nanobatch import LLM, SamplingParams, attention
 from nanobatch.batch import Row, pack
@@ -22,6 +23,7 @@ from nanobatch.kernels.launch_config import (
     LaunchConfig,
     choose_launch_config,
 )
+from nanobatch.kernels.launch_plan import Launch
 from nanobatch.kernels.ops import REFERENCE, AttentionArgs, apply_rope
 from nanobatch.kernels.work_list import (
     balanced_work,
@@ -199,12 +201,13 @@ def test_the_launch_it_chooses_itself():
 
 
 def test_decodes_that_are_split_beside_a_prompt(monkeypatch):
-    """Two launches, each with work that is split and work that is not; fine splits, for speed."""
+    """Two launches, each with work that is split and work that is not."""
     monkeypatch.setattr(work_list, "MIN_TILES", 1)
     monkeypatch.setattr(work_list, "ROWS_PER_SM", 4096)
     args = case([(1, 140), (12, 70), (1, 9), (3, 70), (20, 20)], K=1)
     compare(*args)
-    (launches,) = (x for x in args[-1].derived.values() if isinstance(x, list))
+    planned = tree_leaves(list(args[-1].derived.values()), lambda x: isinstance(x, Launch))
+    launches = [x for x in planned if isinstance(x, Launch)]
     assert [0 < launch.num_parts < len(launch.work) for launch in launches] == [True, True]
 
 
