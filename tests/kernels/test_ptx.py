@@ -295,12 +295,14 @@ def test_decodes_on_a_t4(compiler):
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 80), (4, 128), (7, 64), (8, 96)])
 def test_attention(compiler, capability, group, head_dim):
     for dtype in dtypes_of(capability):
-        for lens in (DECODES, MIXED, PREFILL):
-            args = attention_case(lens, P=16, G=group, D=head_dim, dtype=dtype)
-            attend(compiler, capability, *args)
-        args = attention_case(DECODES, P=16, G=group, D=head_dim, dtype=dtype)
+        sizes = {"P": 16, "G": group, "D": head_dim, "dtype": dtype}
+        attend(compiler, capability, *attention_case(MIXED, **sizes))
+        args = attention_case(DECODES, **sizes)
         launches = attend(compiler, capability, *args, num_sms=SPLIT)
         assert [x.name for x in launches] == ["paged_attention_kernel", "reduce_splits_kernel"]
+        if dtype != torch.float32:  # it has one launch for decodes and prompts
+            attend(compiler, capability, *args)
+            attend(compiler, capability, *attention_case(PREFILL, **sizes))
 
 
 @pytest.mark.slow
@@ -544,17 +546,17 @@ def test_each_barrier_of_decode_is_needed(compiler, monkeypatch):
 @pytest.mark.parametrize("capability", ALL)
 def test_each_synchronization_is_needed(compiler, capability):
     half, _ = dtypes_of(capability)
-    launches = []
+    launches, chunk = [], [(40, 280)]
     for kind, lens, num_sms, dtype in (
         ("decode", [(1, 200), (1, 9)], NO_SPLIT, half),
         ("split", [(1, 300), (1, 9)], 4, half),
-        ("prefill", PREFILL, NO_SPLIT, half),
+        ("prefill", chunk, NO_SPLIT, half),
         ("float32", [(9, 200)], NO_SPLIT, torch.float32),
     ):
         args = attention_case(lens, P=16, dtype=dtype)
         launches += [(kind, x) for x in attend(compiler, capability, *args, num_sms=num_sms)]
     for cache_dtype in (torch.int8, *([torch.float8_e4m3fn] if capability >= 89 else [])):
-        args = quantized_case(PREFILL, cache_dtype, dtype=half)
+        args = quantized_case(chunk, cache_dtype, K=1, dtype=half)
         attention = attend(compiler, capability, *args, backend=QUANTIZED)
         *args, slots_T = rope_case(half, 64)
         cache = QuantizedCache.allocate((5, 2, 4, 64), cache_dtype, "cpu")
