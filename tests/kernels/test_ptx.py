@@ -319,6 +319,19 @@ def test_windows_soft_caps_and_block_sizes(compiler, capability):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ALL)
+def test_splits_beside_a_prefill(compiler, capability, monkeypatch):
+    monkeypatch.setattr(work_list, "MIN_TILES", 2)
+    lens = [(40, 300), (1, 400), (5, 200), (1, 1)]
+    for dtype in dtypes_of(capability):
+        args = attention_case(lens, P=16, dtype=dtype)
+        launches = attend(compiler, capability, *args, num_sms=4)
+        assert sum(x.name == "reduce_splits_kernel" for x in launches) > 0
+        args = quantized_case(lens, torch.int8, dtype=dtype)
+        attend(compiler, capability, *args, num_sms=4, backend=QUANTIZED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ALL)
 @pytest.mark.parametrize("num_sms", [NO_SPLIT, SPLIT])
 def test_a_nan_key_reaches_its_own_request_only(compiler, capability, num_sms):
     q_THD, cache, batch = attention_case(DECODES, P=16, dtype=dtypes_of(capability)[0])
@@ -485,23 +498,26 @@ def test_the_engine_s_tokens(compiler, capability):
 # ---- kernels: what a synchronization is for -------------------------------------------------
 
 # How many may go for want of a conflict, at most, by their roles (ptx/mutants.py).
-PIPELINED = {"prologue": 1, "drain by one": 1}
-UNNEEDED = {
+PIPELINED = {
     # Between the copies of the first tile and those of the second, which have buffers of their
-    # own. And the last group of copies is of a tile past the end: it fills a buffer that nobody
-    # uses again with zeros.
-    "decode": PIPELINED,
-    "split": PIPELINED,
-    "float32": PIPELINED,
-    "8 bits": PIPELINED,
-    "experts": {"prologue": 1},
-    # Nor do the results of a prefill, which pass through shared memory, come near the buffers
-    # of keys and values: it need not wait for the copies (the wait, the barrier behind it).
-    "prefill": {"prologue": 1, "drain by one": 1, "drain": 2},
+    # own.
+    "prologue": 1,
+    # The last group of copies is of a tile past the end: it fills a buffer that nobody uses
+    # again with zeros.
+    "drain by one": 1,
 }
-# Without matrix units layouts of the factors follow the warps: what a warp writes after these
-# barriers only the same warp read before.
-UNNEEDED_ON_75 = {"prefill": {"other": 1}, "8 bits": {"other": 2}}
+# "other": results or factors change their layout in shared memory, and what a warp uses after
+# this barrier, only the same warp used before.
+UNNEEDED = {
+    "decode": PIPELINED,
+    "float32": PIPELINED,
+    # Partial results do not pass through shared memory, and whole ones pass beside the buffers.
+    "prefill": {**PIPELINED, "drain": 1},
+    "8 bits": {"prologue": 1, "other": 1},
+    "experts": {"prologue": 1},
+}
+# Without matrix units there are more layouts, and no copies.
+UNNEEDED_ON_75 = {"prefill": {"other": 2}, "8 bits": {"other": 3}}
 
 
 def check_mutants(launch: Launch, unneeded: dict[str, int]) -> int:
@@ -544,20 +560,22 @@ def test_each_barrier_of_decode_is_needed(compiler, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ALL)
-def test_each_synchronization_is_needed(compiler, capability):
+def test_each_synchronization_is_needed(compiler, capability, monkeypatch):
     half, _ = dtypes_of(capability)
-    launches, chunk = [], [(40, 280)]
-    for kind, lens, num_sms, dtype in (
-        ("decode", [(1, 200), (1, 9)], NO_SPLIT, half),
-        ("split", [(1, 300), (1, 9)], 4, half),
-        ("prefill", chunk, NO_SPLIT, half),
-        ("float32", [(9, 200)], NO_SPLIT, torch.float32),
+    monkeypatch.setattr(work_list, "MIN_TILES", 2)  # the first of two is split, the other not
+    launches, chunks = [], [(40, 280), (40, 40)]
+    for kind, lens, dtype in (
+        ("decode", [(4, 300), (1, 9)], half),  # drafts: rows enough for two turns of each split
+        ("prefill", chunks, half),
+        ("float32", [(9, 200), (9, 9)], torch.float32),
     ):
         args = attention_case(lens, P=16, dtype=dtype)
-        launches += [(kind, x) for x in attend(compiler, capability, *args, num_sms=num_sms)]
+        attention = attend(compiler, capability, *args, num_sms=4)
+        assert len(attention) == 2, "nothing is split"
+        launches += [(kind, x) for x in attention]
     for cache_dtype in (torch.int8, *([torch.float8_e4m3fn] if capability >= 89 else [])):
-        args = quantized_case(chunk, cache_dtype, K=1, dtype=half)
-        attention = attend(compiler, capability, *args, backend=QUANTIZED)
+        args = quantized_case(chunks, cache_dtype, dtype=half)
+        attention = attend(compiler, capability, *args, num_sms=4, backend=QUANTIZED)
         *args, slots_T = rope_case(half, 64)
         cache = QuantizedCache.allocate((5, 2, 4, 64), cache_dtype, "cpu")
         _, write = run(
