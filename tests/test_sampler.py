@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanobatch import SamplingParams, sampler
+from nanobatch.kernels.ops import Ops
 from nanobatch.sampler import SamplingRow, begin_sample, probabilities, sample
 
 NUM_DRAWS = 2000
@@ -588,3 +589,18 @@ def test_a_row_that_raises_ends_alone(which):
     assert "cannot be sampled: TypeError" in sampled[which].error
     for i in {0, 1, 2, 3} - {which}:
         assert sampled[i] == expected[i]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_backend_that_finds_a_number_beside_nan_hides_nothing(temperature):
+    """Invariant 15, whatever a backend's maximum makes of NaN."""
+
+    class SkipsNaN(Ops):
+        def top_ids(self, x_SV, k):
+            return super().top_ids(x_SV.nan_to_num(nan=-math.inf), k)
+
+    logits_SV = torch.tensor([[1.0, math.nan, 2.0], [1.0, 0.0, 2.0]])
+    params = SamplingParams(temperature=temperature, top_p=1e-9, seed=1)
+    rows = [SamplingRow(params, [0], [], (), seed=1)] * 2
+    nan, good = sample(logits_SV, rows, SkipsNaN())
+    assert nan.error == sampler.NOT_NUMBERS and good.token_id == 2
