@@ -38,7 +38,9 @@ for chip in (80, 86, 89, 90, 100, 120):
     SHARE += [f"{chip}/bf16/{x}" for x in ("llama3 16x*", "llama3 128x*", "d256 64x*")]
 # What may spill: bytes of stack that a thread may have, and why.
 MANY_HEADS = "71 query heads share one KV head: 128 rows, which take more without matrix units"
+ONE_NUMBER = "outside the loop, one number: 64 rows take all 255 registers"
 SPILLS = {"*/fp32/mqa 128x*": (296, MANY_HEADS), "75/fp16/mqa 128x*": (344, MANY_HEADS)}
+SPILLS |= {f"{chip}/bf16:i8/llama3 64x32": (8, ONE_NUMBER) for chip in (86, 89)}
 
 
 def compile_all(*arguments: str) -> dict[str, dict]:
