@@ -299,7 +299,6 @@ def machine_code(code) -> dict:
         "spills": count(SPILL),
         "spills_in_loops": sum(len(re.findall(SPILL, loop)) for loop in loops(text)),
         "matrix": count(r"HMMA[.\w]*|[HQ]GMMA[.\w]*|UTC\w*MMA[.\w]*"),
-        "copies_8_byte": count(r"LDGSTS[.\w]*\.64"),
         "copies_16_byte": count(r"LDGSTS[.\w]*128"),
         "loads_16_byte": count(r"LDG[.\w]*128"),
         "copies": count(r"LDGSTS[.\w]*"),

@@ -77,14 +77,14 @@ def faults(name: str, row: dict) -> list[str]:
     # Before compute capability 8.0 there are no asynchronous copies, nor, from Triton, matrix
     # units: nothing of this applies.
     if has_products and chip.capability >= (8, 0):
-        # Keys and values, and weights: every copy into shared memory is 16 bytes wide; but 8
-        # bits that float32 multiplies have room for 16 keys: too few for that.
-        num_wide = row["copies_16_byte"] + row["copies_8_byte"] * dtype.startswith("fp32:")
-        found["narrow copies"] = not num_wide == row["copies"] > 0
         found["matrix units"] = (row["matrix"] > 0) == is_float32
-        # Room for two tiles of keys and of values, and one of each on its way during a product.
-        found["one tile at a time"] = len(row["buffers"]) != 2 or min(row["buffers"]) < 2
-        found["waits for all copies"] = row["wait"] == 0
+        # Float32 does without copies of 8 bits (quantized_launch_config).
+        if not dtype.startswith("fp32:"):
+            # Keys and values, and weights: every copy into shared memory is 16 bytes wide.
+            found["narrow copies"] = not row["copies_16_byte"] == row["copies"] > 0
+            # Room for two tiles of keys and of values, one of each on its way in a product.
+            found["one tile at a time"] = len(row["buffers"]) != 2 or min(row["buffers"]) < 2
+            found["waits for all copies"] = row["wait"] == 0
     return [f"{name}: {what}: {row}" for what, is_so in found.items() if is_so]
 
 
