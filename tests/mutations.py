@@ -160,7 +160,7 @@ MUTATIONS = {
     # ---- the CPU's kernels
     "old-torch-has-no-bfloat16": Mutation("utils/device.py", "    return getattr(torch.cpu, ASKED_ONE_BY_ONE[feature])()\n", "    return False\n", "tests/utils/test_device.py"),
     "graphs-take-no-memory": Mutation("llm.py", "    return 0 if graphs is None else graphs.bytes_of_graphs(runner)\n", "    return 0\n", "tests/test_cuda_paths.py"),
-    "warm-up-of-full-batches-only": Mutation("kernels/warm_up.py", "in starts_of_runs(1, config.max_num_seqs, variants):", "in [config.max_num_seqs]:", "tests/kernels/test_warm_up.py tests/test_cuda_paths.py"),
+    "warm-up-of-decodes-only": Mutation("kernels/warm_up.py", "starts_of_runs(1, longest_query(config), lambda n: variant_of(of_one(n)))", "[1]", "tests/kernels/test_warm_up.py tests/test_cuda_paths.py"),
     "warm-up-of-one-kind-of-layer": Mutation("kernels/warm_up.py", "(layer.heads[0], cache.keys.shape[1:], layer.attention_args), cache)", "(layer.heads[0], cache.keys.shape[1:], layers[0].attention_args), cache)", "tests/test_cuda_paths.py"),
     "derived-before-the-graph": Mutation("extensions/cuda_graphs.py", "        def step() -> None:\n            self._logits_SV[:size].copy_(self._runner.forward(self._first_rows(size)))\n", "        batch = self._first_rows(size)\n\n        def step() -> None:\n            self._logits_SV[:size].copy_(self._runner.forward(batch))\n", "tests/extensions/test_decode_graphs.py"),
     "bfloat16-on-a-t4": Mutation("utils/device.py", "    if capability < BFLOAT16_CAPABILITY:\n", "    if False:\n", "tests/test_cuda_paths.py"),

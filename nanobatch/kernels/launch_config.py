@@ -53,7 +53,10 @@ class LaunchConfig:
 
     @property
     def variant(self) -> tuple[int | None, ...]:
-        """What the compiler is told. Launches that are equal in it run the same code."""
+        """What the compiler is told. Launches that are equal in it run the same code.
+
+        Of one model on one chip it follows from the longest query alone.
+        """
         sizes = (self.block_m, self.block_q, self.tile)
         return (*sizes, self.num_warps, self.num_stages, self.max_registers)
 

@@ -6,11 +6,11 @@
     blocks_beside    the blocks of KV cache that there is room for
 
 A variant is what the compiler sees of a launch: rows, keys of a tile, warps. It follows from
-the shape of a batch (choose_launch_config), so the host looks through all shapes:
+the longest query of a step (choose_launch_config), so one sequence of each length is enough:
 
-    T tokens, S sequences, longest query     1, 1, 1   2, 2, 1   5, 5, 1   16, 1, 16   90, 3, 64
-    variant                                     a         b         b          c          d
-    tried                                       x         x                    x          x
+    query tokens    1  2  3  4  5  6 ...  8  9 ...
+    variant         a  a  a  a  b  b      b  c
+    tried           x           x            x
 
 Every other kernel has one variant, which the largest steps run. All that has been tried is
 compiled, so no request waits for a compiler.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -138,48 +138,18 @@ def try_launches(
 
 
 def shapes_to_try(variant_of: Callable[[Shape], Hashable], config: EngineConfig) -> list[Shape]:
-    """A small shape for each variant that a step of this engine can have.
+    """The smallest shape for each variant that a step of this engine can have.
 
     Args:
-        variant_of: while only one number of a shape grows, and the rows of a program stay the
-            same, a variant that has changed does not come back.
+        variant_of: follows from the longest query; one that has changed does not come back.
         config: with max_model_len set.
     """
 
-    @functools.cache
-    def shapes(num_seqs: int) -> list[Shape]:
-        return list(_shapes_of(num_seqs, config, variant_of))
+    def of_one(length: int) -> Shape:
+        return Shape(num_tokens=length, num_seqs=1, max_query_len=length)
 
-    def variants(num_seqs: int) -> set[Hashable]:
-        return {variant_of(shape) for shape in shapes(num_seqs)}
-
-    found = {}
-    for num_seqs in starts_of_runs(1, config.max_num_seqs, variants):
-        for shape in shapes(num_seqs):
-            found.setdefault(variant_of(shape), shape)
-    return list(found.values())
-
-
-def _shapes_of(
-    num_seqs: int, config: EngineConfig, variant_of: Callable[[Shape], Hashable]
-) -> Iterator[Shape]:
-    """Shapes of num_seqs sequences: where the variant changes."""
-    budget = config.max_num_batched_tokens
-
-    def bounds(length: int) -> tuple[int, int]:
-        """The fewest and most tokens, if the longest query has `length`."""
-        return num_seqs - 1 + length, min(num_seqs * length, budget)
-
-    def variants(length: int) -> list[Hashable]:
-        return [variant_of(Shape(n, num_seqs, length)) for n in bounds(length)]
-
-    longest = min(longest_query(config), budget - num_seqs + 1)
-    for length in starts_of_runs(1, longest, variants):
-        shapes = functools.partial(Shape, num_seqs=num_seqs, max_query_len=length)
-        for num_tokens in starts_of_runs(
-            *bounds(length), lambda n, shapes=shapes: variant_of(shapes(n))
-        ):
-            yield shapes(num_tokens)
+    lengths = starts_of_runs(1, longest_query(config), lambda n: variant_of(of_one(n)))
+    return [of_one(length) for length in lengths]
 
 
 def starts_of_runs(first: int, last: int, key: Callable[[int], Hashable]) -> list[int]:
