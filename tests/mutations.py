@@ -127,7 +127,8 @@ MUTATIONS = {
     "ids-past-the-vocabulary": Mutation("bench/trace.py", "if max(prompt) >= vocab_size:", "if max(prompt) > vocab_size:", "tests/bench/test_trace.py"),
     "exit-before-the-json": Mutation("bench/cli.py", "    result = module.run_command(args) | {\"args\": report.args_of(args)}\n", "    result = module.run_command(args) | {\"args\": report.args_of(args)}\n    if result.get(\"failure\"):\n        sys.exit(result[\"failure\"])\n", "tests/bench/test_fuzz.py"),
     "one-kernel-ends-the-table": Mutation("bench/kernels.py", "        except Exception as error:  # of any kind: Triton's and CUDA's have no common one\n", "        except MemoryError as error:\n", "tests/simulation/test_roofline.py"),
-    "what-hangs-leaves-its-children": Mutation("bench/gpu/command.py", "os.killpg(process.pid, signal.SIGKILL)", "process.kill()", "tests/bench/test_gpu_visit.py"),
+    "hung-compiler-leaves-its-child": Mutation("utils/processes.py", "os.killpg(process.pid, signal.SIGKILL)", "process.kill()", "tests/extensions/test_cpu_library.py"),
+    "what-hangs-leaves-its-children": Mutation("utils/processes.py", "os.killpg(process.pid, signal.SIGKILL)", "process.kill()", "tests/bench/test_gpu_visit.py"),
     "failed-among-others-has-failed": Mutation("bench/gpu/suite.py", "        alone = run_processes(root, files, 1, end, again)\n", "        alone = {}\n", "tests/bench/test_gpu_visit.py"),
     "rows-only-at-the-end": Mutation("bench/gpu/parts.py", "            found[\"rows\"].append(row)\n            report.save(found, file)\n", "            found[\"rows\"].append(row)\n", "tests/bench/test_gpu_visit.py"),
     "another-card-is-as-good": Mutation("bench/gpu/summary.py", "            met = met if one.card in card else \"another card\"\n", "", "tests/bench/test_gpu_visit.py"),
@@ -196,7 +197,6 @@ MUTATIONS = {
     "library-key-without-the-headers": Mutation("extensions/cpu/compiler.py", "[source, *sorted(source.parent.glob(\"*.h\"))]", "[source]", "tests/extensions/test_cpu_library.py"),
     "library-unread-is-whole": Mutation("extensions/cpu/compiler.py", "_open(file, names) if has_same_sum else None", "_open(file, names)", "tests/extensions/test_cpu_library.py"),
     "library-of-somebody-else": Mutation("extensions/cpu/compiler.py", "if not is_ours or found.st_mode & 0o022:", "if not is_ours:", "tests/extensions/test_cpu_library.py"),
-    "hung-compiler-leaves-its-child": Mutation("extensions/cpu/compiler.py", "os.killpg(process.pid, signal.SIGKILL)", "process.kill()", "tests/extensions/test_cpu_library.py"),
     # ---- the idea in one file
     "minimal-slot-without-its-table": Mutation("minimal.py", "slots.append(request.block_table[block] * self.block_size + offset)", "slots.append(block * self.block_size + offset)", "tests/test_minimal.py"),
     "minimal-sees-the-future": Mutation("minimal.py", "torch.arange(len(k_LKD)) > positions_T.unsqueeze(1)", "torch.arange(len(k_LKD)) > positions_T.max()", "tests/test_minimal.py"),

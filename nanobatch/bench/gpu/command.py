@@ -21,9 +21,7 @@ of the time is skipped. The report is written anew after each.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,9 +34,10 @@ import torch
 
 from nanobatch.bench import report
 from nanobatch.bench.gpu import parts
-from nanobatch.bench.gpu.suite import ROOT
+from nanobatch.bench.gpu.suite import ROOT, environment
 from nanobatch.bench.gpu.summary import Outcome, load_outcome, markdown
 from nanobatch.utils.checks import check_float
+from nanobatch.utils.processes import end_with_children
 
 FOLDER = "gpu-report"
 BUDGET = 690.0  # seconds
@@ -145,8 +144,7 @@ def run_part(name: str, folder: Path, left: float, cache: str, is_dry: bool) -> 
 def environment_of(part: parts.Part, cache: str) -> dict[str, str]:
     """Of a part's process, which finds this package, and where there is no GPU the interpreter
     of Triton."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    found = dict(os.environ) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    found = environment(PYTHONUNBUFFERED="1")
     if part.new_triton_cache:
         found["TRITON_CACHE_DIR"] = cache
     if not torch.cuda.is_available():
@@ -166,9 +164,4 @@ def run_process(command: Sequence[str], limit: float, **options) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:  # after Ctrl-C too
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-        process.wait()
+        end_with_children(process)

@@ -197,8 +197,8 @@ def time_steps(
     num_warm = max(2, num_steps // 4)
     prompt_len = context_len - num_warm - num_steps // 2
     rng, vocab_size = random.Random(0), engine.runner.vocab_size
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=10**6)
-    params = replace(params, max_tokens=engine.config.max_model_len - prompt_len)
+    max_tokens = engine.config.max_model_len - prompt_len
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
     for _ in range(num_seqs):
         engine.add_request(random_tokens(rng, vocab_size, prompt_len), params)
     lens: dict[str, int] = {}

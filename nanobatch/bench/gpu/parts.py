@@ -29,7 +29,7 @@ from nanobatch.bench.hardware import measure_hardware
 from nanobatch.bench.kernels import OURS, PEERS, Case, KernelBench, Line, NoLine
 from nanobatch.kernels.ops import HAS_TRITON
 from nanobatch.models.loader import load
-from nanobatch.utils.device import resolve_device, resolve_dtype
+from nanobatch.utils.device import resolve_device
 
 LLAMA_3, LLAMA_2, TINY = (32, 8, 128), (32, 32, 128), (2, 1, 16)
 
@@ -62,8 +62,7 @@ def kernels(
         then: those to measure afterwards, without it.
         with_others: the operations between matrix products too.
     """
-    device = resolve_device("auto")
-    dtype = resolve_dtype("auto", device)
+    device, dtype = engines.device_and_dtype()
     hardware = measure_hardware(device, dtype)
     yield {
         "kernel": "copy", "rate": hardware.bandwidth / 1e9, "unit": "GB/s", "share": 1.0,
@@ -99,8 +98,8 @@ def launches(**options) -> Iterator[dict]:
     """The sweep, if there is Triton."""
     if not HAS_TRITON:
         sys.exit("triton is not installed: no launch was timed")
-    device = resolve_device("auto")
-    yield from sweep(dtype=resolve_dtype("auto", device), device=device, **options)
+    device, dtype = engines.device_and_dtype()
+    yield from sweep(dtype=dtype, device=device, **options)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nanobatch
@@ -108,7 +108,8 @@ def run_processes(
                 [sys.executable, "-m", __spec__.name, f"{i}/{num_processes}", file, chosen,
                  *paths],
                 cwd=root,
-                env=_environment(),
+                # xdist's workers would share out the tests once more.
+                env=environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"),
             )
             for i, file in enumerate(files)
         ]  # fmt: skip
@@ -124,11 +125,10 @@ def run_processes(
     return results
 
 
-def _environment() -> Mapping[str, str]:
-    """Of a process: it finds this package, and loads no plugin of pytest's (xdist's workers
-    would share out the tests once more)."""
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that finds this package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def run_tests(

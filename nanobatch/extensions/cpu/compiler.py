@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nanobatch.utils.device import cache_directory
+from nanobatch.utils.processes import end_with_children
 
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 # Sums in any order, as vectors need it. Not -ffast-math: NaN must stay NaN (invariant 15).
@@ -232,7 +233,7 @@ def _run(command: list[str], work: str | None = None) -> str:
             status = process.wait(TIMEOUT_S)
         finally:  # it hangs, or this process was interrupted
             if process.poll() is None:
-                _kill(process)
+                end_with_children(process)
         printed.seek(0)
         text = printed.read().decode(errors="replace")
     if status != 0:
@@ -241,13 +242,3 @@ def _run(command: list[str], work: str | None = None) -> str:
         how = f"status {status}" if status > 0 else signal.Signals(-status).name
         raise NoLibrary(f"{command[0]} ended with {how}: {said[0]}")
     return text
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """End a process and those that it started."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
